@@ -1,9 +1,9 @@
-"""Trellis: pretrain language models on a mesh. The language: arrays with names, operations, layouts, types, the ledger.
+"""Trellis pretrains language models on a mesh. Here is its language: named arrays, operations, layouts, types, ledger.
 
 The other public modules are `trellis.nn`, `models`, `data`, `optim`, `train`, `recipes`, `inspect`, `plan` and
-`collectives`; what none of them lists in `__all__` is private.
+`collectives`. Anything that none of them lists in `__all__` is private.
 
-`from trellis import *` leaves Python's own names alone: `trellis.sum`, `max`, `map` and the like are written out.
+`from trellis import *` leaves Python's own names alone: write `trellis.sum`, `trellis.max`, `trellis.map` in full.
 """
 
 from trellis.errors import TrellisError, UserError

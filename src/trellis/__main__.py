@@ -1,4 +1,4 @@
-"""`python -m trellis`: the command, where the shell does not find `trellis`."""
+"""`python -m trellis`: the command, for a shell that does not find `trellis`."""
 
 import sys
 

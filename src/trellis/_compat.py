@@ -22,9 +22,9 @@ def is_tracer(x) -> bool:
 
 
 def mapped_over() -> frozenset[str]:
-    """The explicit mesh axes that the `vmap`s around slice what they map over, also where JAX runs a backward rule.
+    """The explicit mesh axes over which the `vmap`s around this code slice what they map, also in a backward rule.
 
-    The trace in force is public; of what it is made is private, in JAX 0.10.2 to 0.12.0.
+    The trace in force is public; what it consists of is private, in JAX 0.10.2 to 0.12.0.
     """
     with take_current_trace() as trace:
         pass
@@ -36,7 +36,7 @@ def mapped_over() -> frozenset[str]:
 
 
 def refuses_copies(error: BaseException) -> bool:
-    """Whether JAX takes no copies (`~`) into a `shard_map`, as under a `vmap` over a name that is whole.
+    """Whether JAX refused to take copies (`~`) into a `shard_map`, as in a `vmap` over a name that is whole.
 
     By the words of its error, in JAX 0.10.2 to 0.12.0.
     """
@@ -44,9 +44,9 @@ def refuses_copies(error: BaseException) -> bool:
 
 
 def maps_no_copies(error: BaseException) -> bool:
-    """Whether JAX has no rule to map an operation that begins or ends a copy or a pending sum.
+    """Whether JAX lacked a rule to map an operation that begins or ends a copy or a pending sum.
 
-    Its error has no words then, in JAX 0.10.2 to 0.12.0, and is not one that the user's own code raises.
+    The error then has no words, in JAX 0.10.2 to 0.12.0, and the user's own code did not raise it.
     """
     if not isinstance(error, NotImplementedError) or str(error).partition(" ")[0] not in ("", "Please"):
         return False
@@ -55,9 +55,9 @@ def maps_no_copies(error: BaseException) -> bool:
 
 
 def unknown_axis(error: BaseException, axes: Collection[str]) -> str | None:
-    """The name that a collective of JAX was given and that is none of these mesh axes; None if an error says none.
+    """The name that a collective of JAX was given and that is none of these mesh axes; None if the error has none.
 
-    Some say it (`unbound axis name`), others end in an assertion without words, in JAX 0.10.2 to 0.12.0: of these it is
+    Some errors give it (`unbound axis name`). Others are assertions without words, in JAX 0.10.2 to 0.12.0: then it is
     read from the line of the call. JAX 0.12.0's `pmax` counts it among the axes along which a value is alike.
     """
     if isinstance(error, NameError):
@@ -74,9 +74,9 @@ def unknown_axis(error: BaseException, axes: Collection[str]) -> str | None:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many inputs of a `scan` are constants, and how many it carries from turn to turn, by its parameters.
+    """How many inputs of a `scan` are constants, and how many it carries from turn to turn.
 
-    JAX 0.10.2 says both numbers; 0.11.0 to 0.12.0 have a tree of constants, carries and stacks in their place.
+    Its parameters have both numbers in JAX 0.10.2, and a tree of constants, carries and stacks in 0.11.0 to 0.12.0.
     """
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
@@ -85,9 +85,9 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def bind(primitive, args, params):
-    """A primitive on values; of one that stands for a function (`searchsorted` in JAX 0.12.0) what the function does.
+    """Applies a primitive to values; if it stands for a function (`searchsorted` in JAX 0.12.0), applies the function.
 
-    Such a primitive is typed by the mesh that it was traced on. What says so is private.
+    Such a primitive is typed by the mesh on which it was traced. How JAX marks one is private.
     """
     if primitive.name == "call_hi_primitive":
         return primitive.to_lojax(*args, **params)
@@ -98,7 +98,7 @@ def bind(primitive, args, params):
 def cudnn_assumed() -> Generator[None]:
     """Lets cuDNN attention be traced, and compiled for a GPU that is not here, as if cuDNN were installed.
 
-    The check is a function of a private module, in JAX 0.10.2 to 0.12.0; where it is not, nothing changes.
+    The check is a function of a private module, in JAX 0.10.2 to 0.12.0; if it is missing, nothing changes.
     """
     import importlib
 
@@ -116,10 +116,10 @@ def cudnn_assumed() -> Generator[None]:
 
 
 def keep_mapped_axes_sharded() -> None:
-    """Makes a `shard_map` under a `vmap` over explicit mesh axes keep its operands sliced over these.
+    """Makes a `shard_map` under a `vmap` over explicit mesh axes keep its operands sliced over them.
 
-    JAX 0.10.2 lowers it with the mapped dimensions whole, so that XLA gathers them; 0.12 does what is done here. Where
-    the private function is another one than 0.10.2's, nothing changes.
+    JAX 0.10.2 lowers it with the mapped dimensions whole, so XLA gathers them; 0.12 does what is done here. If the
+    private function is not that of 0.10.2, nothing changes.
     """
     import importlib
     import inspect
@@ -137,10 +137,10 @@ def keep_mapped_axes_sharded() -> None:
 
 
 def choose_among_slices() -> None:
-    """Lets a `cond` whose predicate is mapped choose among values in slices, also where JAX runs a backward rule.
+    """Lets a `cond` whose predicate is mapped choose among values in slices, also in a backward rule.
 
-    JAX 0.10.2 to 0.12.0 compute all branches and select, with a predicate that is broadcast as if they were whole,
-    which their types refuse. Where there are no such private functions, nothing changes.
+    JAX 0.10.2 to 0.12.0 compute all branches and select. They broadcast the predicate as if the values were whole, and
+    the types refuse that. If these private functions are missing, nothing changes.
     """
     import functools
     import importlib
@@ -166,9 +166,9 @@ def choose_among_slices() -> None:
 
 
 def keep_programs_that(load_right: Callable[[Any], bool]) -> bool:
-    """Leaves compiled programs for which this is false out of JAX's compilation cache: they are neither kept nor taken.
+    """Keeps compiled programs for which this is false out of JAX's compilation cache: neither stored nor loaded.
 
-    What keeps and what takes are private functions, in JAX 0.10.2 to 0.12.0. Returns whether they are there.
+    The functions that store and load are private, in JAX 0.10.2 to 0.12.0. Returns whether they exist.
 
     Args:
         load_right: of a compiled program (JAX's `LoadedExecutable`) whether it computes the same when it was loaded.
@@ -197,14 +197,14 @@ def keep_programs_that(load_right: Callable[[Any], bool]) -> bool:
 
 
 # In JAX 0.12 the collectives that XLA's partitioner inserts have the name and source line of what made their operand;
-# in 0.10.2 those of the move that asked for them.
+# in 0.10.2, those of the move that asked for them.
 _COLLECTIVES_TAKE_THE_NAME_OF_THEIR_OPERAND = jax.__version_info__ >= (0, 11)
 
 
 def move(array, sharding):
-    """`jax.reshard` in explicit mode, whose name scope and source line reach the compiled program in any JAX.
+    """`jax.reshard` in explicit mode; its name scope and source line reach the compiled program in any JAX.
 
-    A move to where the array is moves nothing, and is the operand that gives its name.
+    A move to where the array already is moves nothing; it is the operand that gives its name.
     """
     if _COLLECTIVES_TAKE_THE_NAME_OF_THEIR_OPERAND:
         array = jax.reshard(array, jax.typeof(array).sharding)
@@ -213,7 +213,7 @@ def move(array, sharding):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplashTable:
-    """Which blocks of a tile the splash kernel computes, forward and backward, and how; arrays are numpy's."""
+    """Which blocks of a tile the splash kernel computes, forward and backward, and how; its arrays are NumPy's."""
 
     forward: Any
     queries: Any
@@ -222,10 +222,10 @@ class SplashTable:
 
 
 def splash_table(mask, heads: int, block_sizes, logit_softcap: float | None, interpret: bool) -> SplashTable:
-    """The tables of one mask for all heads. Built of numpy, so that any trace may close over them.
+    """The tables of one mask for all heads. They are NumPy arrays, so any trace may close over them.
 
     The kernel's parts are private names of a module of `jax.experimental`, in JAX 0.10.2 to 0.12.0: its public function
-    gives no log of the sums where a gradient is taken, and its gradient takes none.
+    gives no log of the sums when a gradient is taken, and its gradient takes none.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -250,7 +250,7 @@ def splash_table(mask, heads: int, block_sizes, logit_softcap: float | None, int
 
 
 def splash_forward(table: SplashTable, q, k, v, ids) -> tuple[jax.Array, jax.Array]:
-    """`batch heads pos head_dim`, and the log of the sums, `f32["batch heads pos"]`; queries are scaled already."""
+    """The result, `batch heads pos head_dim`, and the log of the sums, `f32["batch heads pos"]`; queries are scaled."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
     def one(q, k, v, ids):
@@ -265,7 +265,7 @@ def splash_forward(table: SplashTable, q, k, v, ids) -> tuple[jax.Array, jax.Arr
 
 
 def splash_backward(table: SplashTable, q, k, v, ids, pulled, log_sum, d_out):
-    """The gradients of a tile, that of queries in float32.
+    """The gradients of a tile; that of queries is in float32.
 
     Args:
         pulled: `f32["batch heads pos"]`, the product of the result and its gradient, over all keys.
@@ -299,7 +299,7 @@ def splash_backward(table: SplashTable, q, k, v, ids, pulled, log_sum, d_out):
 
 
 def _added_up(function, *args):
-    """What a function gives; where its first result is a sum over a kernel's blocks, these added one by one in float32.
+    """A function's results; if the first is a sum over a kernel's blocks, these are added one by one in float32.
 
     XLA fuses additions, and runs a sum over a first dimension alone, at a fifth of the memory's rate (libtpu 0.0.42).
     """
@@ -345,7 +345,7 @@ def _cudnn_settings(q, mask, causal: bool, window: int | None, scale: float) -> 
 
 
 def cudnn_forward(q, k, v, *, mask, causal: bool, window: int | None, scale: float) -> tuple[jax.Array, jax.Array]:
-    """`batch pos heads head_dim`, and the log of the sums, `f32["batch heads pos"]`.
+    """The result, `batch pos heads head_dim`, and the log of the sums, `f32["batch heads pos"]`.
 
     `jax.nn.dot_product_attention` rounds the log to bfloat16, and its gradient takes none. The primitives are private,
     in JAX 0.10.2 to 0.12.0.
@@ -357,16 +357,16 @@ def cudnn_forward(q, k, v, *, mask, causal: bool, window: int | None, scale: flo
 
 
 def cudnn_backward(q, k, v, out, log_sum, d_out, *, mask, causal: bool, window: int | None, scale: float):
-    """The gradients of a tile, of which `out` and `log_sum` are the result and the log of the sums over all keys."""
+    """The gradients of a tile; `out` and `log_sum` are the result and the log of the sums over all keys."""
     rest, settings = _cudnn_settings(q, mask, causal, window, scale)
     return _cudnn()._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *rest, log_sum, out, d_out, **settings)[:3]
 
 
 @contextlib.contextmanager
 def within_equation(equation) -> Generator[None]:
-    """What is traced inside has the source line and the name scopes of an equation.
+    """Gives what is traced inside it the source line and the name scopes of an equation.
 
-    `jax.core.eval_jaxpr` does so by a private module, in JAX 0.10.2 to 0.12.0; where it is not, scopes are lost.
+    `jax.core.eval_jaxpr` does so by a private module, in JAX 0.10.2 to 0.12.0; if it is missing, scopes are lost.
     """
     import importlib
 
@@ -381,7 +381,7 @@ def within_equation(equation) -> Generator[None]:
 
 
 def full_text(program: jax.stages.Compiled | jax.stages.Lowered) -> str:
-    """A program's HLO with every number of its constants, which `as_text` leaves out where they are many.
+    """A program's HLO with every number of its constants; `as_text` leaves them out if there are many.
 
     Args:
         program: a compiled one, or one that is not compiled and not partitioned yet.
@@ -399,7 +399,7 @@ def full_text(program: jax.stages.Compiled | jax.stages.Lowered) -> str:
 
 
 def kept_arguments(compiled: jax.stages.Compiled) -> tuple[int, ...]:
-    """Which of a function's flat arguments its compiled program has: those that nothing depends on are dropped.
+    """Which of a function's flat arguments its compiled program takes: those that nothing depends on are dropped.
 
     `_executable._kept_var_idx` is private; it exists in JAX 0.10.2 to 0.12.0.
     """

@@ -5,13 +5,13 @@ import os
 import sys
 from pathlib import Path
 
-# Of more programs than so many for each core, what is measured is how they share the machine.
+# With more programs than this for each core, a measurement shows how they share the machine.
 _CROWD = 1.5
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on, or fewer where its container is given the time of fewer."""
+    """The number of cores that this process may use; fewer if its container is given the time of fewer."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         return max(1, min(allowed, cores_of_quota(_QUOTA.read_text()) or allowed))
@@ -30,7 +30,7 @@ def is_crowded() -> bool:
 
 
 def cores_of_quota(quota: str) -> int | None:
-    """The cores of a container's share of processor time, rounded up; None where it has no limit.
+    """A container's share of processor time in cores, rounded up; None if it has no limit.
 
     Args:
         quota: what Linux says of the control group: microseconds of a period, as `150000 100000`.

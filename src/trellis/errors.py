@@ -1,13 +1,13 @@
-"""Trellis's errors. They have one base, `TrellisError`; what the user can mend ends a command without a traceback."""
+"""Trellis's errors. All are `TrellisError`s; one that the user can fix ends a command without a traceback."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class TrellisError(Exception):
-    """The base of every error that Trellis raises on its own: a rule was broken, and the message says how to mend it.
+    """The base of every error that Trellis raises on its own: a rule was broken, and the message says how to fix it.
 
-    A command that ends with one has this exit code, and prints no traceback.
+    A command that ends with one has its `exit_code`, and prints no traceback.
     """
 
     exit_code = 2
@@ -39,7 +39,7 @@ class UserError(TrellisError):
 
 
 def shortened(text: str, most: int = 1000) -> str:
-    """A text whose end is left out where it is longer than so many characters.
+    """A text, cut off at its end if it is longer than `most` characters.
 
     >>> shortened("0123456789", most=8)
     '01234...'
@@ -52,9 +52,9 @@ def _rebuild(cls: type[UserError], rule: str, seen: str, where: str, fix: str) -
 
 
 def did_you_mean(word: str, known: Iterable[object], shown: str = "{}") -> str:
-    """The end of a fix: the nearest known words, or all of them where none is near.
+    """The end of a fix: the nearest known words, or all of them if none is near.
 
-    Dotted names are near where their last parts are.
+    Dotted names are near if their last parts are.
 
     >>> did_you_mean("learning_rte", ["learning_rate", "steps"])
     'did you mean `learning_rate`?'

@@ -1,4 +1,4 @@
-"""The user's cache folder, and files that are there whole or not at all."""
+"""The user's cache folder, and files that exist whole or not at all."""
 
 import errno
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of Trellis's in the user's cache: `compiled`, `data`, `measured` or `plan`. It need not be there."""
+    """One of Trellis's folders in the user's cache: `compiled`, `data`, `measured` or `plan`. It need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trellis" / name
 
 
@@ -29,12 +29,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """The same for a value as JSON."""
+    """Writes a value as JSON, whole."""
     write_whole(path, json.dumps(value, indent=1))
 
 
 def load_yaml(text: str) -> Any:
-    """Plain data from YAML, by libyaml where PyYAML has it: eight times as fast.
+    """Reads plain data from YAML, with libyaml if PyYAML has it: eight times as fast.
 
     Raises:
         yaml.YAMLError: it is no YAML, or names something twice. The words are of PyYAML's own parser, which show the
@@ -56,7 +56,7 @@ def load_yaml(text: str) -> Any:
 
 @functools.cache
 def _each_once(loader: Any) -> Any:
-    """A loader that refuses a key which stands twice in a mapping; PyYAML's own would take the last."""
+    """A loader that refuses a key that occurs twice in a mapping; PyYAML's own would take the last."""
     import yaml
     from yaml.constructor import ConstructorError
 
@@ -73,7 +73,7 @@ def _each_once(loader: Any) -> Any:
     return EachOnce
 
 
-# Lists and mappings in one text from which on it is read by the slower parser.
+# With this many lists and mappings in one text, it is read by the slower parser.
 _NESTED = 200
 
 
@@ -81,9 +81,9 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def no_room(error: BaseException | None) -> str:
-    """What a system says that has no room for a file, where that is why something failed; else nothing.
+    """What the system says if it has no room for a file and something failed because of that; else nothing.
 
-    Libraries that write in threads of their own tell it in their words, and end with the system's.
+    Libraries that write in threads of their own report it in their words, which end with the system's.
 
     >>> no_room(OSError(errno.ENOSPC, "No space left on device", "a/b")), no_room(ValueError("no"))
     ('No space left on device', '')
@@ -103,7 +103,7 @@ _REFUSALS = r'Error (reading|writing|opening) .*"|directory does not exist: /|No
 
 
 def refused(error: BaseException | None) -> str:
-    """What a system says of a file that it does not let be read or written, where that is why something failed.
+    """What the system says if it refuses to read or write a file and something failed because of that; else nothing.
 
     >>> refused(OSError(errno.EROFS, "Read-only file system", "a/b")), refused(OSError("no file of anyone's"))
     ('Read-only file system: a/b', '')

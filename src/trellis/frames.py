@@ -1,4 +1,4 @@
-"""Which frames of a traceback are the user's, and which belong to JAX, to a library over it, or to the language itself.
+"""Which frames of a traceback are the user's, and which belong to JAX, to a library on top of it, or to the language.
 
 A folder of the language says so in its `__init__`, with `hide_frames(__file__)`.
 """
@@ -10,7 +10,7 @@ import sysconfig
 
 
 def _folders(*packages: str) -> list[str]:
-    """Where packages are, without importing them."""
+    """The folders of packages, without importing them."""
     specs = map(importlib.util.find_spec, packages)
     return [os.path.dirname(spec.origin) + os.sep for spec in specs if spec and spec.origin]
 
@@ -31,7 +31,7 @@ def hide_frames(init_file: str) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def in_a_library(file: str) -> bool:
-    """Whether a frame in this file belongs to JAX, to a library over it, or to the language itself.
+    """Whether a frame in this file belongs to JAX, to a library on top of it, or to the language itself.
 
     >>> import jax
     >>> in_a_library("train.py"), in_a_library(jax.__file__), in_a_library(os.__file__)

@@ -1,4 +1,4 @@
-"""Ctrl-C reaches a program even where Python would drop it."""
+"""Makes Ctrl-C reach a program even where Python would drop it."""
 
 import os
 import signal
@@ -21,10 +21,10 @@ class Unraisable(Protocol):
 
 
 def keep_interrupts(quiet: bool = False) -> None:
-    """Has a Ctrl-C delivered once more that fell into a finalizer or a callback of the garbage collection.
+    """Delivers a Ctrl-C once more if it came during a finalizer or a callback of the garbage collector.
 
-    Python can raise nothing there: it prints that the exception was ignored and goes on. JAX has such a callback, and
-    a large program spends a few per cent of its time in collections.
+    Python cannot raise it there: it prints that the exception was ignored and goes on. JAX has such a callback, and a
+    large program spends a few per cent of its time in collections.
 
     Args:
         quiet: whether everything else that is dropped there goes unsaid, as befits a program that ends at once.
@@ -44,8 +44,8 @@ def keep_interrupts(quiet: bool = False) -> None:
 def end_within(seconds: float, code: int) -> None:
     """Ends this process with an exit code after so many seconds, if it has not ended by itself.
 
-    Python waits at its exit for the threads of libraries, and where a checkpoint could not be written some of Orbax's
-    wait for a directory that nobody makes, ten minutes long.
+    At its exit Python waits for the threads of libraries. If a checkpoint could not be written, some of Orbax's wait
+    ten minutes for a directory that nobody makes.
     """
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
@@ -53,10 +53,10 @@ def end_within(seconds: float, code: int) -> None:
 
 
 def end_at_once_on_interrupt(code: int) -> None:
-    """From here on Ctrl-C ends this process at once and says nothing: it is ending anyway, with this exit code.
+    """Makes Ctrl-C end this process at once and silently from now on: it is ending anyway, with this exit code.
 
-    Raised in one of the functions that Python calls at its exit, it would print that function's traceback.
+    An interrupt in a function that Python calls at its exit would print that function's traceback.
     """
-    if threading.current_thread() is threading.main_thread():  # Python lets only that one set handlers
+    if threading.current_thread() is threading.main_thread():  # only that one may set handlers
         sys.stdout.flush()
         signal.signal(signal.SIGINT, lambda *_: os._exit(code))

@@ -1,4 +1,4 @@
-"""What a save or a restore is asked for, refused before anything is written or read."""
+"""Checks of what a save or a restore is asked for, before anything is written or read."""
 
 import json
 import operator
@@ -12,10 +12,10 @@ from trellis.errors import UserError
 
 
 def number_of(step: int) -> int:
-    """A step's number, which may be a NumPy or JAX integer, as `state.step` is.
+    """The number of a step, which may be given as a NumPy or JAX integer, such as `state.step`.
 
     Raises:
-        UserError: it counts no steps.
+        UserError: it is not a number of steps.
     """
     try:
         number = operator.index(step)
@@ -35,7 +35,7 @@ def check_content(found: Mapping[str, Entry], data: Mapping | None) -> None:
     """Refuses what neither Orbax nor the manifest can write.
 
     Raises:
-        UserError: no leaves, a leaf without elements, or data that JSON does not take.
+        UserError: there are no leaves, or a leaf without elements, or data that JSON does not take.
     """
     empty = [name for name, entry in found.items() if 0 in entry.shape]
     if empty or not found:
@@ -57,10 +57,10 @@ def check_content(found: Mapping[str, Entry], data: Mapping | None) -> None:
 
 
 def check_places(wanted: Mapping[str, Entry]) -> None:
-    """Refuses a target that does not say where its arrays are to lie, as `jax.eval_shape` makes it on a mesh.
+    """Refuses a target whose arrays have no concrete sharding, such as `jax.eval_shape` makes on a mesh.
 
     Raises:
-        UserError: with the first such entry.
+        UserError: names the first such entry.
     """
     on_mesh = not jax.sharding.get_abstract_mesh().empty
     for name, entry in wanted.items():

@@ -1,8 +1,8 @@
 """Checkpoints: asynchronous, sharded, whole or not at all, and restored onto any mesh.
 
-A checkpoint of step 100 is the folder `step-00000100`: the arrays in `state/` (written by Orbax, each process its
-part), a copy of `run.yaml`, the checksums of every process, and `manifest.json`, which is written last. A folder
-without a manifest is no checkpoint: a later start removes it.
+A checkpoint of step 100 is the folder `step-00000100`: the arrays in `state/` (written by Orbax, its slices by each
+process), a copy of `run.yaml`, the checksums of every process, and `manifest.json`, which is written last. A folder
+without a manifest is not a checkpoint: a later start removes it.
 """
 
 import functools
@@ -56,7 +56,7 @@ def finished_steps(folder: Path) -> list[int]:
 
 
 def told_of_last_good(folder: Path) -> str:
-    """Words that name the newest finished checkpoint in a folder, for the message of what ended a run."""
+    """Words that name the newest finished checkpoint in a folder, for the message about what ended a run."""
     if not folder.is_dir():
         return f"the checkpoints in {folder}, which is not there now"
     steps = finished_steps(folder)
@@ -71,15 +71,15 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: where they lie; every process of the run must see the same folder.
-        keep_latest: how many of the newest are kept.
-        keep_every: also keep those of steps that this divides; None keeps no others.
+        folder: where they are; every process of the run must see the same folder.
+        keep_latest: how many of the newest ones are kept.
+        keep_every: also keep those of multiples of this step; None keeps no others.
         copy: files copied into each checkpoint, `run.yaml` above all.
-        report: receives a line where a checkpoint is damaged or cut off; the default prints to stderr.
+        report: receives a line if a checkpoint is damaged or cut off; the default prints to stderr.
         timeout: seconds that one process waits for the others' files.
-        read_only: change nothing in the folder: a run may be training there.
+        read_only: change nothing in the folder, since a run may be training there.
         host_bytes: how much of a state may be in the host's memory at a time (whole gigabytes, one array at least); a
-            save then returns when most of it is written. None copies all of it first and writes behind the training.
+            save then returns when most of it is written. None copies all of it first and writes in the background.
 
     Use as a context manager, or call `close`.
     """
@@ -135,20 +135,20 @@ class Checkpoints:
         return self.folder / _folder_of(step)
 
     def save(self, step: int, state: Any, *, data: Mapping | None = None) -> bool:
-        """Starts to write a checkpoint and returns once the state may be donated.
+        """Starts writing a checkpoint, and returns once the state may be donated.
 
-        Waits first for the checkpoint before it. What fails in the background is raised by the next call.
+        First waits for the checkpoint before it. The next call raises what fails in the background.
 
         Args:
-            step: how many steps made this state; an integer of any kind, such as `state.step`.
-            state: any tree of arrays, typed random keys and named arrays among them.
-            data: what to store beside it, as JSON: the data position, counters.
+            step: the number of steps that made this state; an integer of any kind, such as `state.step`.
+            state: any tree of arrays, including typed random keys and named arrays.
+            data: what to store beside the state, as JSON: the data position, counters.
 
         Returns:
-            False where a checkpoint of this step exists already, and nothing was written.
+            False if a checkpoint of this step already exists, and nothing was written.
 
         Raises:
-            UserError: what cannot be stored, as an array without elements, or data that JSON does not take.
+            UserError: something cannot be stored, such as an array without elements, or data that JSON does not take.
         """
         self.wait()
         step, found = number_of(step), entries(state)
@@ -159,7 +159,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             _try_to_write(self.folder)
         ocp = _orbax()
-        # Layers are stored one by one, so that whoever needs one reads one.
+        # Layers are stored one by one, so that a reader of one layer reads only that.
         chunks = {name: ocp.SaveArgs(shard_axes=(0,) if entry.is_stacked else ()) for name, entry in found.items()}
         args = ocp.args.PyTreeSave({name: entry.leaf for name, entry in found.items()}, save_args=chunks)
         try:
@@ -167,7 +167,7 @@ class Checkpoints:
         except Exception as error:
             raise explained(error, folder) from error
         content = {"step": step, "data": dict(data or {}), "entries": {n: e.describe() for n, e in found.items()}}
-        # Not a daemon: a process that ends in good order finishes its checkpoint.
+        # Not a daemon: a process that ends normally finishes its checkpoint.
         self._thread = threading.Thread(target=self._finish, args=(folder, content), name=f"checkpoint {step}")
         self._thread.start()
         return True
@@ -182,7 +182,7 @@ class Checkpoints:
             raise failure
 
     def close(self) -> None:
-        """Finishes the checkpoint under way and lets go of its threads."""
+        """Finishes the checkpoint under way and releases its threads."""
         try:
             self.wait()
         finally:
@@ -199,25 +199,25 @@ class Checkpoints:
         resizable: Mapping[str, int] | None = None,
         verify: bool = True,
     ) -> Restored | None:
-        """Reads the newest checkpoint that is whole, onto the target's mesh.
+        """Reads the newest undamaged checkpoint onto the target's mesh.
 
-        Each process reads only what its devices hold. A damaged checkpoint is reported, set aside under another
+        Each process reads only what its devices hold. A damaged checkpoint is reported and set aside under another
         name, and the one before it is used.
 
         Args:
             target: the state to fill: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
-            step: take this checkpoint and no other.
-            partial: let the checkpoint hold entries that the target has not.
-            resizable: axis name to its true size. Such an axis may have another length in the checkpoint (a
-                vocabulary padded for another mesh): what lies beyond the true size is cut off or filled with zeros.
-            verify: compare the files with their checksums first; False where the same checkpoint was just verified.
+            step: use this checkpoint and no other.
+            partial: let the checkpoint hold entries that the target does not have.
+            resizable: the true sizes of axes, by name. Such an axis may have another length in the checkpoint (a
+                vocabulary padded for another mesh): what is beyond the true size is cut off or filled with zeros.
+            verify: first compare the files with their checksums; False if the same checkpoint was just verified.
 
         Returns:
-            The state, its step and data position; None where there is no checkpoint.
+            The state, its step and data position; None if there is no checkpoint.
 
         Raises:
-            UserError: a checkpoint does not fit the target, or is asked for and absent, or all are damaged; or the
-                target does not say where its arrays are to lie.
+            UserError: a checkpoint does not fit the target, the requested one is absent, all are damaged, or the target
+                does not give the sharding of its arrays.
         """
         known = self.steps()
         wanted, damage = known[::-1] if step is None else [s for s in known if s == step], None
@@ -246,14 +246,14 @@ class Checkpoints:
         return None
 
     def read(self, step: int, name: str, layer: int | None = None) -> np.ndarray:
-        """One array of a checkpoint, as it is stored, or one layer of it; nothing else comes into memory.
+        """One array of a checkpoint, as it is stored, or one layer of it; nothing else is read into memory.
 
-        Its files are taken to be whole: `restore` verifies them.
+        Its files are assumed to be undamaged: `restore` verifies them.
 
         Args:
-            step: the checkpoint's.
-            name: the entry's, as in model.blocks.mlp.up.
-            layer: a position of its first dimension; None for all of it.
+            step: the checkpoint's step.
+            name: the entry's name, as in model.blocks.mlp.up.
+            layer: a position along its first dimension; None for all of it.
         """
         import tensorstore
 
@@ -280,7 +280,7 @@ class Checkpoints:
         return Restored(state=rebuild(target, arrays), step=manifest["step"], data=manifest["data"])
 
     def _finish(self, folder: Path, content: dict) -> None:
-        """What happens behind the training: the end of Orbax's writing, checksums, the manifest, old ones removed."""
+        """The work in the background: waits for Orbax, writes checksums and manifest, removes old checkpoints."""
         try:
             self._checkpointer().wait_until_finished()
             process, several = jax.process_index(), jax.process_count() > 1
@@ -297,12 +297,12 @@ class Checkpoints:
         except BaseException as error:  # the main thread raises it again
             self._failure = explained(error, folder)
             if isinstance(self._failure, NoRoom) and jax.process_index() == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint takes room, and is of no use
+                shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint takes room and is of no use
 
     def _apply_rule(self) -> None:
         for step in self.steps()[: -self._keep_latest]:
             if self._keep_every is None or step % self._keep_every:
-                # The manifest goes first: what is half removed is no checkpoint.
+                # The manifest goes first: what is half removed is not a checkpoint.
                 (self.path(step) / MANIFEST).unlink()
                 shutil.rmtree(self.path(step))
 
@@ -332,11 +332,11 @@ class Checkpoints:
 
 @functools.cache
 def _orbax() -> Any:
-    """Orbax, imported where it is first used: it takes more than a second."""
+    """Orbax, imported when it is first used: that takes more than a second."""
     import orbax.checkpoint as ocp
 
-    # It raises what each of its threads logs with a traceback; writes that end after the first that failed find its
-    # event loop closed, and say that with a traceback, too.
+    # Orbax raises what each of its threads also logs with a traceback. Writes that end after the first failure find its
+    # event loop closed, and report that with a traceback, too.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     before = sys.unraisablehook
 
@@ -350,7 +350,7 @@ def _orbax() -> Any:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Raises what the system says where nothing can be made in a folder. Threads of Orbax would wait minutes for it."""
+    """Raises the system's error if nothing can be made in a folder. Threads of Orbax would wait minutes for it."""
     probe = folder / ".probe"
     probe.touch()
     probe.unlink()
@@ -364,7 +364,7 @@ def _barrier(name: str) -> None:
 
 
 def _verify_together(folder: Path) -> tuple[dict, str | None]:
-    """A checkpoint's manifest and what is wrong with it. Each process reads its share of the files; all agree."""
+    """A checkpoint's manifest, and what is wrong with its files. Each process reads its share of them; all agree."""
     manifest, damage = {}, None
     try:
         manifest = read_manifest(folder)

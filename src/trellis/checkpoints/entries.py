@@ -1,6 +1,6 @@
 """The leaves of a state under names that derive from their place in the tree: what a checkpoint stores.
 
-On disk a name has slashes, as in model/blocks/mlp/up; people are shown model.blocks.mlp.up, like everywhere.
+On disk a name has slashes, as in model/blocks/mlp/up; people are shown model.blocks.mlp.up, as everywhere else.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from trellis.named import is_named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One stored array: its values or its abstract form, and the names of its axes where it has names.
+    """One stored array: its values or its abstract form, and the names of its axes if it has names.
 
     `key_impl` names the generator of a typed random key; `leaf` is then the key's raw data (uint32).
     """
@@ -46,8 +46,8 @@ class Entry:
 def entries(tree: Any) -> dict[str, Entry]:
     """Every leaf of `tree` by name, in the tree's order.
 
-    A leaf is a `jax.Array`, a `jax.ShapeDtypeStruct`, or either inside a named array, whose axis names the entry
-    keeps. Typed random keys become their raw data. `None` is no leaf.
+    A leaf is a `jax.Array`, a `jax.ShapeDtypeStruct`, or either inside a named array, whose axis names the entry keeps.
+    Typed random keys become their raw data. `None` is not a leaf.
 
     >>> list(entries({"params": {"w": jnp.zeros(2)}, "moments": [jnp.zeros(2), jnp.zeros(2)]}))
     ['moments/0', 'moments/1', 'params/w']
@@ -68,7 +68,7 @@ def entries(tree: Any) -> dict[str, Entry]:
 
 
 def shown(name: str) -> str:
-    """An entry's name as people read it.
+    """An entry's name as it is shown to people.
 
     >>> shown("model/blocks/mlp/up")
     'model.blocks.mlp.up'
@@ -108,7 +108,7 @@ def _key_data(leaf: Any) -> tuple[Any, str]:
     shape = jax.eval_shape(read, leaf)
     if isinstance(leaf, jax.Array):
         return jax.random.key_data(leaf), impl[0]
-    # Raw data has one dimension more than the key, at the end, and that one stays whole: the key's spec still fits.
+    # Raw data has one more dimension than the key, at the end, and it stays whole: the key's spec still fits.
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=getattr(leaf, "sharding", None)), impl[0]
 
 

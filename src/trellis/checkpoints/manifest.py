@@ -30,9 +30,9 @@ def checksum(path: Path) -> list[int]:
 
 
 def write_checksums(folder: Path, process: int) -> None:
-    """Sums the files that this process wrote and records them in `folder/checksums-PROCESS.json`.
+    """Records the checksums of the files that this process wrote in `folder/checksums-PROCESS.json`.
 
-    Each process of a run reads back only its own files. Process 0 also takes those that belong to none.
+    Each process of a run reads back only its own files. Process 0 also takes those that belong to no process.
     """
     mine = f"state/ocdbt.process_{process}/"
     files = {}
@@ -50,7 +50,7 @@ def commit(folder: Path, content: dict, processes: int, timeout: float) -> None:
 
     Args:
         folder: the checkpoint's folder.
-        content: what the manifest says besides the files: `step`, `entries`, `data`.
+        content: what the manifest holds besides the files: `step`, `entries`, `data`.
         processes: how many processes write the checkpoint.
         timeout: seconds to wait for them.
     """
@@ -64,7 +64,7 @@ def commit(folder: Path, content: dict, processes: int, timeout: float) -> None:
 
 
 def own_checksum(manifest: dict) -> int:
-    """The checksum of a manifest without it."""
+    """The checksum of a manifest without its own checksum."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> dict:
     """A checkpoint's manifest.
 
     Raises:
-        DamagedCheckpoint: it cannot be read.
+        DamagedCheckpoint: the manifest cannot be read.
         UserError: another version of Trellis wrote it.
     """
     path = folder / MANIFEST

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's entries fit the state that they fill, and the one allowed change: another padding."""
+"""Checks that a checkpoint's entries fit the state that they fill, and makes the one allowed change: of padding."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def check_names(folder: Path, saved: dict, wanted: dict[str, Entry], partial: bo
 
 
 def check_fit(folder: Path, name: str, saved: dict, entry: Entry, resizable: dict[str, int]) -> bool:
-    """Refuses an entry that does not fit its target. True where an axis changes its length, with permission."""
+    """Refuses an entry that does not fit its target. Returns whether an axis changes its length, where allowed."""
 
     def refuse(fix: str) -> UserError:
         stored = "x".join(map(str, saved["shape"])), saved["dtype"], saved.get("names"), saved.get("key")
@@ -51,9 +51,9 @@ def check_fit(folder: Path, name: str, saved: dict, entry: Entry, resizable: dic
 
 
 def clear_padding(array: jax.Array, saved: dict, resizable: dict[str, int]) -> jax.Array:
-    """Zeros beyond the true size of each axis that changed its length: padding may have held anything.
+    """Puts zeros beyond the true size of each axis that changed its length: padding may have held anything.
 
-    Powers of two have no zero: they are 1.
+    A type that holds only powers of two has no zero: there it is 1.
     """
     blank = jnp.ones_like if array.dtype == jnp.float8_e8m0fnu else jnp.zeros_like
     for i, name in enumerate(saved.get("names", ())):

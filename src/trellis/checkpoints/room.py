@@ -1,4 +1,4 @@
-"""Checkpoints that the disk has no room for."""
+"""Errors for checkpoints that the disk has no room for."""
 
 import logging
 from pathlib import Path
@@ -8,13 +8,13 @@ from trellis.files import no_room, refused
 
 
 class NoRoom(UserError):
-    """A checkpoint could not be written for want of space. What was written before it is whole. Exit code 3."""
+    """A checkpoint could not be written for lack of space. What was written before it is whole. Exit code 3."""
 
     exit_code = 3
 
 
 def explained(error: BaseException, folder: Path) -> BaseException:
-    """The error to raise where writing a checkpoint failed: `NoRoom` where the disk is full, else the error itself."""
+    """The error to raise when writing a checkpoint failed: `NoRoom` if the disk is full, else the error itself."""
     reason = no_room(error)
     if not reason:
         return error
@@ -34,7 +34,7 @@ class _ToldElsewhere(logging.Filter):
 
 
 def tell_once() -> None:
-    """Keeps out of the log what many of Orbax's tasks say alike where files cannot be written."""
+    """Keeps out of the log what many of Orbax's tasks repeat when files cannot be written."""
     logger = logging.getLogger("asyncio")
     if not any(isinstance(filter, _ToldElsewhere) for filter in logger.filters):
         logger.addFilter(_ToldElsewhere())

@@ -14,11 +14,11 @@ def feed_forward(text: str, x, into: Sequence, out, between: Callable, *, ring: 
                      lambda gate, up: jax.nn.silu(gate) * up, ring=Ring(axis="y", both_ways=True))
 
     Args:
-        text: the types of `x`, of each weight of `into`, and of `out`. The result is sliced as `x`. With
-            `batch/x pos/y embed` for `x` the same is done over positions.
+        text: the types of `x`, of each weight of `into`, and of `out`. The result is sliced like `x`. With
+            `batch/x pos/y embed` for `x` it does the same over positions.
         into: one or several weights; each passing slice of `x` is used by all of them.
         between: elementwise, from the products with `into` to the operand of the product with `out`.
-        ring: how slices travel; or how slices of `x` do, and how sums of the result do.
+        ring: how slices travel; or a pair: how slices of `x` travel, and how sums of the result do.
 
     Raises:
         RingError: as for `gather_matmul` and `matmul_scatter`.

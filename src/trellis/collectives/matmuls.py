@@ -26,8 +26,8 @@ def gather_matmul(text: str, x, *weights, ring: Ring):
     | `batch/x in/y, in out/y -> batch/x out/y` | the first product of a feed-forward block |
     | `batch/x pos/y in, in out/y -> batch/x pos out/y` | the same, where activations are sliced over positions |
 
-    Gradient: with respect to `x` a `matmul_scatter`, with respect to the weight another `gather_matmul`. `x` is kept
-    for it as it came, sliced.
+    Gradient: with respect to `x` a `matmul_scatter`, with respect to the weight another `gather_matmul`. For it,
+    `x` is kept as it came, sliced.
 
     Args:
         text: the types, as in `einsum`.
@@ -130,7 +130,7 @@ class _Spec:
 
 
 class _Call:
-    """One product: its text, held against the mesh and the arrays."""
+    """One product: its text, checked against the mesh and the arrays."""
 
     def __init__(self, verb: str, text: str, ring: Ring, arrays: tuple):
         self.ring, self.where = ring, f"{verb}('{text}', ring=Ring('{ring.axis}'))"

@@ -1,4 +1,4 @@
-"""What a command is."""
+"""The declaration of a command."""
 
 import argparse
 import os
@@ -11,17 +11,17 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One command of `trellis`, declared as `COMMAND` by its file in this folder, which is all that makes it known.
+    """One command of `trellis`. A file in this folder that declares it as `COMMAND` is all that makes it known.
 
-    The file is loaded for every command line: what takes time to load is imported inside its functions.
+    The file is loaded for every command line, so what takes time to load is imported inside its functions.
 
     Attributes:
         name: the word after `trellis`.
         summary: one line, for the list of commands.
-        description: what its own help begins with; the summary, as a sentence, if empty.
+        description: the beginning of its own help; the summary, as a sentence, if empty.
         arguments: declares its words and options.
         execute: does the work and returns the exit code.
-        recipe: the recipe that stands for no word, for a command about a recipe; "" asks for a word; None is for
+        recipe: for a command about a recipe, the one to use if the user names none; "" requires a name; None is for
             commands about something else. A command about a recipe also takes `--dotted.name VALUE` for any field of
             the run, and finds the run in `args.run` and the names that the user gave in `args.given`.
     """
@@ -35,12 +35,12 @@ class Command:
 
     @property
     def about(self) -> str:
-        """What its own help begins with."""
+        """The beginning of its own help."""
         return self.description or f"{self.summary[0].upper()}{self.summary[1:]}."
 
 
 def whole(least: int | None = None, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """The type of an argument that is a whole number within bounds; without others, those of 31 bits."""
+    """The type of an argument that is a whole number within bounds, by default those of 31 bits."""
 
     def parse(text: str) -> int:
         try:
@@ -56,6 +56,6 @@ def whole(least: int | None = None, most: int = 2**31 - 1) -> Callable[[str], in
 
 
 def called() -> str:
-    """What to type for this command from here: its path, where the shell does not find `trellis`."""
+    """What to type for this command from here: its path, if the shell does not find `trellis`."""
     by = Path(sys.argv[0])
     return "trellis" if shutil.which("trellis") or by.name != "trellis" else os.path.relpath(by)

@@ -1,4 +1,4 @@
-"""`trellis completion`: what a shell completes, from the commands' own declarations and the fields of a run."""
+"""`trellis completion`: shell completions, from the commands' own declarations and the fields of a run."""
 
 import argparse
 import shlex
@@ -12,12 +12,12 @@ SHELLS = ("bash", "zsh", "fish")
 
 @dataclass(slots=True, kw_only=True)
 class Words:
-    """What may follow a command.
+    """The words that may follow a command.
 
     Attributes:
         summary: one line about the command.
         first: words that its first argument may be.
-        options: each option with the words that its value may be; none where these cannot be listed.
+        options: each option with the words that its value may be; none if these cannot be listed.
     """
 
     summary: str
@@ -38,7 +38,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def words() -> dict[str, Words]:
-    """Every command with what may follow it."""
+    """Every command with the words that may follow it."""
     from trellis.commands.line import commands
     from trellis.recipes import RECIPES
     from trellis.run.config import Run
@@ -46,14 +46,14 @@ def words() -> dict[str, Words]:
 
     fields: dict[str, tuple[str, ...]] = {}
     for name, declared in every_field(Run):
-        option = f"--{name}"  # a field of several variants takes what any of them takes
+        option = f"--{name}"  # a field of several variants takes the words of all of them
         fields[option] = tuple(dict.fromkeys((*fields.get(option, ()), *choices(declared.type))))
     found = {}
     for name, command in commands().items():
         parser = argparse.ArgumentParser(add_help=False)
         command.arguments(parser)
         mine = Words(summary=command.summary, options={"--help": ()})
-        for action in parser._actions:  # argparse has no public way to list what was declared
+        for action in parser._actions:  # argparse has no public way to list declared options
             said = tuple(map(str, action.choices or ()))
             mine.options |= dict.fromkeys(action.option_strings, said)
             mine.first += said if not action.option_strings else ()

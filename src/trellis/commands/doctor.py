@@ -1,4 +1,4 @@
-"""`trellis doctor`: what this machine and this environment have, and how to get what is missing."""
+"""`trellis doctor`: what this machine and environment have, and how to get what is missing."""
 
 import argparse
 import importlib.metadata
@@ -66,14 +66,14 @@ def execute(args: argparse.Namespace) -> int:
 
 
 class Extra(NamedTuple):
-    """An extra of the package, and those of its requirements that are not installed."""
+    """An extra of the package, and the requirements of it that are not installed."""
 
     name: str
     missing: list[str]
 
 
 def dependencies(distribution: importlib.metadata.Distribution) -> Iterator[tuple[str, str | None]]:
-    """Name and installed version of the package and everything that it always needs."""
+    """The name and installed version of the package and of everything that it always needs."""
     yield "trellis", distribution.version
     for requirement in distribution.requires or ():
         if "extra ==" not in requirement:
@@ -83,7 +83,7 @@ def dependencies(distribution: importlib.metadata.Distribution) -> Iterator[tupl
 
 
 def extras(distribution: importlib.metadata.Distribution) -> list[Extra]:
-    """Every extra, with what is missing of it."""
+    """Every extra, with those of its requirements that are missing."""
     names = distribution.metadata.get_all("Provides-Extra") or []
     found = []
     for extra in names:
@@ -92,7 +92,7 @@ def extras(distribution: importlib.metadata.Distribution) -> list[Extra]:
     return found
 
 
-# jax[tpu] and jax[cuda13] are jax with a plugin: that jax is there does not say that the plugin is.
+# jax[tpu] and jax[cuda13] are jax with a plugin: jax may be there without the plugin.
 _JAX_EXTRAS = {"tpu": "libtpu", "cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin"}
 
 
@@ -105,7 +105,7 @@ def _plugins(requirements: Iterable[str]) -> Iterator[str]:
 
 
 def advise(backend: str, dev: Path) -> list[str]:
-    """What to install where hardware is there that JAX does not use.
+    """What to install if there is hardware that JAX does not use.
 
     Args:
         backend: the platform that JAX uses.

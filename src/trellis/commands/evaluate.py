@@ -42,7 +42,7 @@ def execute(args: argparse.Namespace) -> int:
     devices = find_devices(run)
     try:
         assembled = assemble(run, devices)
-    except UserError as error:  # the run is trained, and what it is stays
+    except UserError as error:  # the run is trained, and cannot be changed
         fix = "use --devices 1, or as many as divide it"
         where = error.where if args.devices is None else "--devices"
         raise UserError(error.rule, seen=error.seen, where=where, fix=fix) from None
@@ -70,7 +70,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _in_one_row(run: "Run", devices: int) -> "Run":
-    """A run over so many devices in one row, whatever its mesh: how its steps are cut and placed is for that."""
+    """A run over this many devices in one row, without what its mesh had decided: how steps are cut and placed."""
     from trellis.run.layouts import LayoutChoice, MeshSizes
 
     layout = LayoutChoice(preset="single" if devices == 1 else "auto", mode=run.layout.mode)
@@ -79,13 +79,13 @@ def _in_one_row(run: "Run", devices: int) -> "Run":
 
 
 def _as_json(step: int, batches: int, values: Mapping[str, float]) -> str:
-    """One object; a number that is not known, as the bits a byte of text that a store does not know, is null."""
+    """One object. A number that is not known is null, such as bits a byte if a store does not know its text."""
     known = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return json.dumps({"step": step, "batches": batches, **known})
 
 
 def _words(used: int, reported: int, whole: int) -> str:
-    """Of how many batches these figures are; and the run's own, where they are of others."""
+    """How many batches these figures are for, and the run's own figures, if that number differs."""
     of = lambda batches: f"all {batches}" if batches == whole else f"{batches} of {whole}"
     words = f"{of(used)} batches of validation text"
     return words if used == reported else f"{words}; the run's own figures are of {of(reported)}"

@@ -66,7 +66,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _positions(run: "Run", asked: int | None) -> int:
-    """The longest sequence that `config.json` tells of: programs that load it refuse longer ones."""
+    """The longest sequence for `config.json`: programs that load it refuse longer ones."""
     from trellis.nn import YarnScaling
 
     own = run.model.positions

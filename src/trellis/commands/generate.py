@@ -56,7 +56,7 @@ def execute(args: argparse.Namespace) -> int:
     except UserError as error:
         if args.devices == 1 or not error.where.startswith("model."):
             raise
-        fix = "use --devices 1, or a number that divides it"  # the model is trained, and what it is stays
+        fix = "use --devices 1, or a number that divides it"  # the model is trained, and cannot be changed
         raise UserError(error.rule, seen=error.seen, where="--devices", fix=fix) from None
     tokenizer = tokenizer_of(run)
     if tokenizer is None:

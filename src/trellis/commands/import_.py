@@ -35,7 +35,7 @@ def execute(args: argparse.Namespace) -> int:
     folder = Path(args.to) if args.to else new_folder(run)
     theirs = folder / "tokenizer"
     unknown = run.data.tokenizer is None and isinstance(run.data.source, EmbeddedSource)
-    if whole or unknown:  # the recipe's text has another tokenizer than the model: without its own it has none
+    if whole or unknown:  # the recipe's text has another tokenizer: a model without one of its own has none
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=str(theirs.resolve())))
     devices = find_devices(run)
     if (folder / "run.yaml").exists():
@@ -62,7 +62,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace, whole: bool) -> None:
-    """Refuses options for what the folder says: the model, and its tokenizer where it has one."""
+    """Refuses options for what the folder determines: the model, and its tokenizer if it has one."""
     fix = "leave it out"
     for name in sorted(name for name in args.given if name.startswith("model.")):
         rule = "A model that is imported is its folder's."

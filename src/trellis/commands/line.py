@@ -1,6 +1,6 @@
 """The command line: `trellis COMMAND`.
 
-Exit codes: 0 done; 2 the input is wrong; 3 the run stopped itself; 143 after SIGTERM with a checkpoint written.
+Exit codes: 0 done; 2 the input is wrong; 3 the run stopped itself; 143 after SIGTERM, with a checkpoint written.
 """
 
 import argparse
@@ -33,23 +33,23 @@ def commands() -> dict[str, Command]:
     return {command.name: command for command in sorted(found, key=lambda command: command.name)}
 
 
-# Seconds that a command which did not succeed has to end, once it has said why.
+# A command that failed has this many seconds to end once it has said why.
 _LEFT = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. What the user can mend is printed without a traceback.
+    """Runs one command and returns its exit code. Errors that the user can fix are printed without a traceback.
 
     Args:
-        arguments: the command and its words; None for those of this process, which is then nothing but the command.
+        arguments: the command and its words; None for those of this process, which then only runs the command.
     """
     if arguments is not None:
         return _main(list(arguments))
     keep_interrupts()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # of a terminal or a file that knows fewer characters
+        if isinstance(stream, io.TextIOWrapper):  # a terminal or a file may know fewer characters
             stream.reconfigure(errors="replace")
-    gc.set_threshold(20_000, 20, 20)  # tracing makes objects by the million, which Python else looks through too often
+    gc.set_threshold(20_000, 20, 20)  # tracing makes millions of objects, which Python would scan too often
     code = _main(sys.argv[1:])
     end_at_once_on_interrupt(code)
     if code:
@@ -76,7 +76,7 @@ def _main(arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # no room, no right, no such name: the user's to mend, unlike one that names no file
+    except OSError as error:  # no room, no permission, no such name: the user can fix it, unless it names no file
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
         told = UserError(
@@ -89,7 +89,7 @@ def _main(arguments: list[str]) -> int:
         return told.exit_code
     except KeyboardInterrupt:
         return 130
-    except (RuntimeError, MemoryError) as error:  # XLA's, which only commands that compute have loaded, or Python's
+    except (RuntimeError, MemoryError) as error:  # XLA's (only commands that compute load it), or Python's
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         told = UserError(
@@ -162,7 +162,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _split_overrides(parser: _Parser, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """What the parser knows, and the options that it does not: those are fields of the run."""
+    """The words that the parser knows, and the options that it does not, which are fields of the run."""
     mine: list[str] = []
     overrides: dict[str, str] = {}
     rest = list(arguments)
@@ -173,7 +173,7 @@ def _split_overrides(parser: _Parser, arguments: list[str]) -> tuple[list[str], 
             mine.append(word)
             action = parser.options().get(name)
             if action is not None and not equals and action.nargs != 0 and rest:
-                mine.append(rest.pop(0))  # its value, which may look like anything
+                mine.append(rest.pop(0))  # its value, whatever it looks like
             continue
         if not equals and (not rest or rest[0].startswith("--")):
             text = "true"
@@ -182,7 +182,7 @@ def _split_overrides(parser: _Parser, arguments: list[str]) -> tuple[list[str], 
 
 
 def _refuse_other_names(parser: _Parser, overrides: dict[str, str]) -> None:
-    """Refuses what another trainer calls an option of this command, which a run has no field for."""
+    """Refuses another trainer's name for an option of this command, which is not a field of a run."""
     from trellis.run.other_names import ours
 
     for name in overrides:
@@ -201,7 +201,7 @@ def _load(target: str, overrides: dict[str, str], prog: str) -> "Loaded":
 
 
 def _fields(parser: _Parser, arguments: list[str], overrides: dict[str, str]) -> str:
-    """Help on a run's fields: those of the recipe in the arguments, with the options beside it if they can be read."""
+    """Help on a run's fields: those of the recipe in the arguments, with the other options if they can be read."""
     from trellis.recipes import load_run
     from trellis.run.help import help_text
 

@@ -18,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """What each device holds at the highest point of a step of `args.run`, by kind, and by name."""
+    """Prints what each device holds at the peak of a step of `args.run`, by kind and by name."""
     from trellis.plan.adapt import adapt
     from trellis.plan.phases import fullest, phases_text, plan_phases
     from trellis.plan.prepared import prepare
@@ -50,7 +50,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _hardware(args: argparse.Namespace):
-    """The target of `--on` with devices that are only described, or this machine's own."""
+    """The target of `--on`, with devices that are only described, or this machine's own."""
     if args.on:
         from trellis.hardware.chips import target
         from trellis.hardware.described import described_devices

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trellis.hardware.chips import Target
     from trellis.run.config import Run
 
-# Where they are not given: how many a search compiles, and by how many percent a plan may be worse.
+# Defaults: how many settings a search compiles, and by how many percent a plan may be worse.
 _TOP, _BOUND = 3, 2.0
 
 
@@ -61,7 +61,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Plans `args.run` on `args.on`; 3 if what was compiled is worse than before, or not as written."""
+    """Plans `args.run` on `args.on`; returns 3 if what was compiled is worse than before, or not as written."""
     from trellis.hardware.chips import target
     from trellis.plan.adapt import adapt
     from trellis.plan.changes import changes_text
@@ -78,14 +78,14 @@ def execute(args: argparse.Namespace) -> int:
     if args.costs:
         check_takes_costs(where)
     run, changed = adapt(args.run, where, args.given)
-    if not args.search:  # which looks at other meshes
+    if not args.search:  # a search looks at other meshes
         check_given(run, args.given)
     assumed = {"price": _price(args.price), "load": _load(args.load, run, where, args.search)}
     out: dict[str, Any] = {"fitted": changed}
     plan, more, narrow, written = None, [], [], args.run
     try:
         plans = plan_phases(run, lambda r: quick_plan(r, where, **assumed))
-        if run.lengths:  # the rest is about the phase that decides whether the run fits
+        if run.lengths:  # from here on it is about the phase that decides whether the run fits
             out["lengths"] = phases_json(plans)
             written = args.run.at(fullest(plans).phase.start)
             if not args.json:
@@ -150,7 +150,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _before(args: argparse.Namespace) -> Any:
-    """The saved plan that is asked for, or nothing; read before anything takes time."""
+    """The saved plan to compare with, or None. It is read before anything that takes time."""
     from trellis.plan.saved import read_plan
 
     for option in ("save", "against", "costs"):
@@ -171,7 +171,7 @@ def _before(args: argparse.Namespace) -> Any:
 
 
 def _held(args: argparse.Namespace, run: Any, plan: Any, verdict: Any, before: Any) -> Any:
-    """Saves the plan where that is asked for, and holds it against the one before, if there is one."""
+    """Saves the plan on request, and compares it with the one before, if there is one."""
     from trellis.plan.changes import changes
     from trellis.plan.saved import saved_plan
 
@@ -191,7 +191,7 @@ def _price(price: float | None) -> float | None:
 
 
 def _load(load: float, run: "Run", where: "Target", search: bool) -> float:
-    """Of `--load`, where it is possible: a search looks at several numbers of devices for experts."""
+    """The value of `--load`, if it is possible. A search looks at several numbers of devices for experts."""
     if not 1 <= load < math.inf:
         rule = "The fullest device has at least the rows of an even load."
         raise UserError(rule, seen=load, where="--load", fix="use 1 for an even load, 1.5 for half as many more")

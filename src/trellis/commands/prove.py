@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Proves the step of `args.run` on `args.on`; 0 if it is right, 3 if not."""
+    """Proves the step of `args.run` on `args.on`; returns 0 if it is right, 3 if not."""
     from trellis.hardware.chips import target
     from trellis.proof.proof import interpreted
     from trellis.proof.report import as_json, text
@@ -59,7 +59,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _write(proof: "Proof", folder: Path) -> None:
-    """The compiled program, and where it is wrong the ones around the mistake."""
+    """Writes the compiled program, and if it is wrong, the ones around the mistake."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {"compiled": proof.compiled.text}
     if proof.finding is not None:

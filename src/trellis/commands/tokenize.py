@@ -122,7 +122,7 @@ def _source(args):
 
 
 def _unescaped(text: str) -> str:
-    r"""A text with its escapes read, and all other characters as they are.
+    r"""A text with its escapes interpreted, and all other characters as they are.
 
     >>> _unescaped(r"—\n")
     '—\n'

@@ -13,14 +13,14 @@ from trellis.data.sizes import BatchSizes, Schedule
 from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
-# Of so many rows tokens are counted one row after the other where it is asked how many there are.
+# For up to this many rows, tokens are counted row by row if a share of them is asked for.
 _COUNTED = 1 << 11
 
 
 class Rows:
-    """The endless, shuffled sequence of rows of one store: epoch after epoch, each in another order.
+    """The endless, shuffled sequence of rows of one store: epoch after epoch, each in a different order.
 
-    Rows have the last and longest of `lengths`; those of other lengths are pieces of them.
+    Rows have the last and longest of `lengths`; sequences of other lengths are pieces of them.
     """
 
     def __init__(self, store: TokenStore, *, lengths: Sequence[int], packing: str, seed: int, shuffle: Shuffle | None):
@@ -45,20 +45,20 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch."""
+        """The number of rows of an epoch."""
         if not self.store.complete:
             self._rows.wait_for(2**62)
         return self._rows.num_rows
 
     def filled(self, rows: int) -> float:
-        """Which share of the first `rows` rows holds tokens, and not padding: that of all of them. All of it in a store
-        that is still being written, for whose end nothing waits here."""
+        """The share of the first `rows` rows that holds tokens, not padding, taken to be that of all rows. In a store
+        that is still being written it is 1: nothing waits for its end here."""
         if not self.store.complete:
             return 1.0
         return self.store.num_tokens / (self.num_rows * self._longest)
 
     def read(self, positions: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
-        """Of the rows at `positions` (`i64["batch"]`) of the sequence, the pieces of a length with these numbers."""
+        """The pieces of a length, by number, of the rows at `positions` (`i64["batch"]`) of the sequence."""
         return self._cut[length].read(self._places(positions, pieces, length))
 
     def num_tokens(self, positions: np.ndarray, pieces: np.ndarray, length: int) -> int:
@@ -90,9 +90,9 @@ class Batches:
         seed: chooses the order.
         packing: "chunk" concatenates documents and cuts; "best_fit" packs whole documents; "pad" gives each its row.
         shuffle: True permutes all rows of an epoch; False keeps the order of the store; a `Shuffle` says more.
-        max_epochs: the data ends after so many passes; None goes on for ever.
-        pad_last: fill the last batch up with rows of padding, instead of leaving a last partial batch out.
-        mask_documents: say where documents begin; without it each row is one text.
+        max_epochs: the data ends after this many passes; None never ends it.
+        pad_last: fill the last batch up with rows of padding, instead of leaving out a last partial batch.
+        mask_documents: whether batches say where documents begin; without it each row is one text.
 
     Nothing but `step` is needed to resume, whatever the hosts and devices.
     """
@@ -137,7 +137,7 @@ class Batches:
         """The batch of `step`, or some consecutive rows of it.
 
         Raises:
-            UserError: the data ends before.
+            UserError: the data ends before that step.
         """
         length, real, at, pieces = self._places(step, rows)
         read = lambda: self._rows.read(at[real], pieces[real], length)
@@ -149,18 +149,18 @@ class Batches:
         return batch if self._mask_documents else batch.without_documents()
 
     def num_tokens(self, step: int) -> int:
-        """Tokens in the batch of `step`, those that do not count in the loss among them, and without padding.
+        """The number of tokens in the batch of `step`, including those that do not count in the loss, but not padding.
 
         Raises:
-            UserError: the data ends before.
+            UserError: the data ends before that step.
         """
         length, real, at, pieces = self._places(step, None)
         return self._rows.num_tokens(at[real], pieces[real], length)
 
     def filled(self, steps: int) -> float:
-        """Which share of the positions in the batches before step `steps` holds tokens, and not padding.
+        """The share of the positions in the batches before step `steps` that holds tokens, not padding.
 
-        Of many rows it is about what their sources' rows hold in the mean.
+        For many rows it is approximated by the average over the rows of their sources.
         """
         rows = self.sizes.first_row(steps)
         if rows > _COUNTED or not steps:
@@ -169,7 +169,7 @@ class Batches:
         return tokens / sum(math.prod(self.sizes.shape(step)) for step in range(steps))
 
     def _places(self, step: int, rows: slice | None) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """Of a batch the length of its rows, which of them there are, their positions, and which pieces of these."""
+        """For a batch: the length of its rows, which of them exist, their positions, and which pieces of these."""
         if not isinstance(step, (int, np.integer)):
             raise UserError(
                 "Steps are counted in whole numbers.", seen=repr(step), where="batch", fix="use int(step), from 0 on"

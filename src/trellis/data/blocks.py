@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-BLOCK_BYTES = 1 << 20  # of documents handed to a worker at a time
+BLOCK_BYTES = 1 << 20  # bytes of documents handed to a worker at a time
 PIECE_BYTES = 1 << 20  # longer texts are encoded in pieces of one to two times this: part of the format
 
 
@@ -13,14 +13,14 @@ class Block:
     """Some consecutive documents of one file, not yet parsed.
 
     Attributes:
-        kind: "records" (`payload` is a list of dict), "json" (JSON lines, as bytes), "text" (texts divided by the
-            job's separator, as bytes) or "piece" (part of one text that may go on in the next block, as bytes).
+        kind: "records" (`payload` is a list of dict), "json" (JSON lines, as bytes), "text" (texts divided by the job's
+            separator, as bytes) or "piece" (part of one text that may continue in the next block, as bytes).
         name: the file, for messages.
         first: number of the first line or record, from 1.
         end: where the next block starts: position in the file (bytes after decompression, or records), number.
         raw: bytes of the file read so far, for progress.
-        closed: False for a piece whose document goes on.
-        file: which input it is from.
+        closed: False for a piece whose document continues.
+        file: the index of the input that it is from.
     """
 
     kind: str
@@ -39,8 +39,8 @@ class Encoded:
 
     Attributes:
         tokens: the documents' tokens, end-of-document ids included, one after the other.
-        lengths: tokens of each document; if the block is not closed the last is part of a document that goes on.
-        mask: u8, 1 where a token counts in the loss, or None where all do.
+        lengths: tokens of each document; if the block is not closed, the last is part of a document that continues.
+        mask: u8, 1 where a token counts in the loss, or None if all do.
         text_bytes: UTF-8 bytes of the texts.
         filtered: documents that the user's filter left out.
         errors: (line or record number, what is wrong) of documents that cannot be used.

@@ -1,4 +1,4 @@
-"""Stores of the embedded corpus, made once and kept: what a first run trains on."""
+"""Stores of the embedded corpus, which a first run trains on: made once and kept."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ def embedded_stores(
 ) -> dict[str, TokenStore]:
     """The embedded corpus as token stores, `{"train": ..., "validation": ...}`, with a BPE trained on "train".
 
-    The stores lie under `cache_dir` (Trellis's folder in the user's cache if not given), in a folder named by the
+    The stores are under `cache_dir` (Trellis's folder in the user's cache if not given), in a folder named after the
     contents of the corpus and the vocabulary, so a second call opens them at once and another Python gets its own.
     """
     digest = hashlib.sha256(f"{vocab_size}".encode())

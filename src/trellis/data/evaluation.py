@@ -10,7 +10,7 @@ from trellis.errors import UserError
 def count_bytes(store: TokenStore, batch: Batch) -> float:
     """The UTF-8 bytes of text that a batch's counted targets stand for.
 
-    Exact where the store holds a byte-level tokenizer; else the store's average.
+    The count is exact if the store holds a byte-level tokenizer; otherwise it uses the store's average.
     """
     mask = np.asarray(batch.loss_mask)
     try:

@@ -15,7 +15,7 @@ class Loader:
     """An iterator of (step, batch) whose arrays are spread over the devices of `sharding`.
 
     Only the rows of this host's devices are read. A background thread reads one batch after the other and keeps up to
-    `prefetch` of them ready; memory is that many batches, one in the making and one in use.
+    `prefetch` of them ready; memory holds that many batches, one being made and one in use.
 
     Args:
         batches: what to load.
@@ -88,14 +88,14 @@ class Loader:
 
 
 def rows_here(batches: Batches, step: int, sharding, shape: tuple[int, int]) -> dict[tuple[int, int], Batch]:
-    """The parts of a batch that this host's devices hold, by their first row and the row after their last."""
+    """The slices of a batch that this host's devices hold, by their first row and the row after their last."""
     here = sharding.addressable_devices_indices_map(shape).values()
     rows = sorted({index[0].indices(shape[0])[:2] for index in here})
     return {(start, stop): batches.batch(step, rows=slice(start, stop)) for start, stop in rows}
 
 
 def sharded(batches: Batches, step: int, sharding) -> Batch:
-    """The batch of `step` as `jax.Array`s over the devices of `sharding`, reading this host's rows alone."""
+    """The batch of `step` as `jax.Array`s over the devices of `sharding`, reading only this host's rows."""
     import jax
 
     shape = batches.sizes.shape(step)

@@ -1,4 +1,4 @@
-"""Mixtures: rows of several stores interleaved by weights, exactly, and again a pure function of seed and position."""
+"""Mixtures: rows of several stores interleaved exactly by weights, again as a pure function of seed and position."""
 
 import bisect
 import dataclasses
@@ -20,22 +20,22 @@ from trellis.errors import UserError
 
 Weights = Mapping[str, float]
 _MIX = 4  # what a key is for; 1 to 3 are in order.py
-# Rows of a block at most: of sixteen of them it is known which source's each is, in 16 bytes.
+# The most rows of a block. The sources of sixteen blocks' rows are kept, at 16 bytes a row.
 _MOST_ROWS = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Named stores with weights: the share of rows that comes from each.
+    """Named stores with weights, which are the share of rows that comes from each.
 
     Attributes:
         stores: the sources.
         weights: one weight a source, or a list of (first step, weights) from step 0 on. Only ratios matter.
-        max_epochs: for sources that may be read only so often, 1.5 for one and a half times; after that the others
-            share their part.
-        validation: held-out stores, by any of the names or others ("web/c4": slashes make groups).
+        max_epochs: for sources that may be read only so many times, 1.5 for one and a half; after that the others
+            divide their share.
+        validation: held-out stores, under the same names or others ("web/c4": slashes make groups).
         block: rows over which the shares are kept: after any number of blocks each source has its share to within half
-            a row, and the one with the largest share takes what that rounding leaves.
+            a row, and the one with the largest share takes what the rounding leaves.
     """
 
     stores: Mapping[str, TokenStore]
@@ -111,7 +111,7 @@ class Mixture:
         packing: str,
         shuffle: Shuffle | None,
     ) -> "MixtureRows":
-        """The endless sequence of rows; what `Batches` reads."""
+        """The endless sequence of rows that `Batches` reads."""
         sources = [
             Rows(
                 store,
@@ -149,10 +149,10 @@ class Mixture:
 
 
 def check_block(rows: int, where: str) -> None:
-    """Refuses a block whose order takes more memory than there is.
+    """Refuses a block whose order takes too much memory.
 
     Raises:
-        UserError: it has more rows than that.
+        UserError: it has too many rows.
     """
     if rows > _MOST_ROWS:
         raise UserError(
@@ -191,10 +191,10 @@ class _Stage:
 class MixtureRows:
     """Rows of a mixture by position.
 
-    A stage is a run of positions with fixed shares: it ends where the weights change, or where a source with a limit
-    has given its last row. It is divided into blocks. After j blocks source s has given `floor(share * block * j +
-    1/2)` rows, the source with the largest share the rest. Inside a block the sources' rows lie in a pseudorandom
-    order.
+    A stage is a range of positions with fixed shares: it ends where the weights change, or where a source with a limit
+    has given its last row. It is divided into blocks. After j blocks source s has given
+    `floor(share * block * j + 1/2)` rows, and the source with the largest share the rest. Inside a block the sources'
+    rows are in a pseudorandom order.
     """
 
     def __init__(self, sources: list[Rows], starts, limits: list[int | None], *, block: int, seed: int):
@@ -211,12 +211,12 @@ class MixtureRows:
         return sum(source.num_rows for source in self._sources)
 
     def filled(self, rows: int) -> float:
-        """Which share of the first `rows` rows holds tokens, not padding: of each source that of all its rows."""
+        """The share of the first `rows` rows that holds tokens, not padding: for each source, that of all its rows."""
         used = self._used_until(self._stages[bisect.bisect_right(self._firsts, rows) - 1], rows)
         return sum(n * source.filled(n) for n, source in zip(used, self._sources, strict=True)) / max(rows, 1)
 
     def read(self, positions: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
-        """Of the rows at `positions` (`i64["batch"]`), the pieces of a length with these numbers."""
+        """The pieces of a length, by number, of the rows at `positions` (`i64["batch"]`)."""
         source, index = self.locate(positions)
         parts, places = [], []
         for s in np.unique(source):
@@ -232,7 +232,7 @@ class MixtureRows:
         return sum(of(s) for s in np.unique(source))
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each position, its source and which row of that source's own sequence it is: i64 each."""
+        """For each position, its source and its row in that source's own sequence: i64 each."""
         source, index = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
         for i, position in enumerate(map(int, positions)):
             stage = bisect.bisect_right(self._firsts, position) - 1
@@ -255,7 +255,7 @@ class MixtureRows:
         return sources, ranks, np.add(described.before, start)
 
     def _plan(self, starts):
-        """Lay out the stages: the weights' own, cut further where a source runs out."""
+        """Lays out the stages: one for each entry of the weights, cut further where a source runs out."""
         used = [0] * len(self._sources)
         for i, (first, weights) in enumerate(starts):
             end = starts[i + 1][0] if i + 1 < len(starts) else None

@@ -1,4 +1,4 @@
-"""How large the batch of each step is, and which rows of the order it takes."""
+"""The size of the batch of each step, and the rows of the order that it takes."""
 
 import bisect
 import math
@@ -15,8 +15,8 @@ Schedule = int | Sequence[tuple[int, int]]
 
 
 class _Stage(NamedTuple):
-    """Steps of one size. `first` is the row of the order at which its sequence length began, `before` the sequences of
-    that length before this stage."""
+    """Steps of one size. `first` is the row of the order at which its sequence length began, `before` counts the
+    sequences of that length before this stage."""
 
     step: int
     size: int
@@ -26,11 +26,11 @@ class _Stage(NamedTuple):
 
 
 class BatchSizes:
-    """Sequences of each step's batch, and their length: constants, or lists of (first step, number).
+    """The number of sequences in each step's batch, and their length: constants, or lists of (first step, number).
 
-    An order counts rows of the longest length. A shorter sequence is a piece of such a row, and a step takes all pieces
-    of one row before those of the next: so a step whose batches have as many tokens reads the same tokens at any
-    length. Where sequences become longer in the middle of a row, the rest of that row is left out.
+    An order counts rows of the longest length. A shorter sequence is a piece of such a row, and all pieces of one row
+    are taken before those of the next, so a step with the same number of tokens reads the same tokens at any length. If
+    sequences become longer in the middle of a row, the rest of that row is left out.
 
     >>> sizes = BatchSizes([(0, 4), (10, 8)])
     >>> sizes.at(9), sizes.at(10), sizes.first_row(12)
@@ -69,27 +69,27 @@ class BatchSizes:
         self._steps = [stage.step for stage in self._stages]
 
     def at(self, step: int) -> int:
-        """Sequences of the batch of `step`."""
+        """The number of sequences in the batch of `step`."""
         return self._stage(step).size
 
     def shape(self, step: int) -> tuple[int, int]:
-        """Sequences of the batch of `step`, and tokens of each."""
+        """The number of sequences in the batch of `step`, and of tokens in each."""
         stage = self._stage(step)
         return stage.size, stage.length
 
     @property
     def lengths(self) -> list[int]:
-        """The sequence lengths there are, in rising order."""
+        """All sequence lengths, in rising order."""
         return sorted({stage.length for stage in self._stages})
 
     def first_row(self, step: int) -> int:
-        """The first row of the order of which no step before `step` has read a piece."""
+        """The first row of the order from which no step before `step` has read a piece."""
         stage = self._stage(step)
         before = stage.before + (step - stage.step) * stage.size
         return stage.first + -(-before * stage.length // self.longest)
 
     def places(self, step: int, rows: slice | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Where the sequences of a step's batch, or some of them, are: rows of the order, and pieces of these rows."""
+        """The places of the sequences of a step's batch, or of some: rows of the order, and pieces of these rows."""
         stage = self._stage(step)
         start, stop, _ = (rows or slice(None)).indices(stage.size)
         before = stage.before + (step - stage.step) * stage.size
@@ -98,7 +98,7 @@ class BatchSizes:
         return stage.first + row, piece
 
     def steps_for(self, rows: int) -> int:
-        """How many whole batches `rows` rows of the order fill."""
+        """The number of whole batches that `rows` rows of the order fill."""
         whole = lambda stage: (rows - stage.first) * self.longest // stage.length - stage.before
         steps = [stage.step + max(0, whole(stage)) // stage.size for stage in self._stages]
         return next(n for n, end in zip(steps, [*self._steps[1:], math.inf], strict=True) if n < end)

@@ -47,9 +47,9 @@ def filesystem(url: str):
 
 
 def with_retries(action, *, what: str, url: str):
-    """`action()`, tried again after a passing fault of the network, with growing pauses.
+    """The result of `action()`, which is tried again after a passing fault of the network, with growing pauses.
 
-    A missing file and a refused permission are final at once.
+    A missing file or a refused permission is final at once.
 
     Raises:
         UserError: after the last attempt.
@@ -90,7 +90,7 @@ class LocalFolder:
         return os.path.getsize(self.path(name))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes of a file from `start` on, to `stop` where it is given and as far as the file goes."""
+        """The bytes of a file from `start` on, up to `stop` if it is given, or to the end of the file."""
         descriptor = os.open(self.path(name), os.O_RDONLY)
         try:
             end = os.fstat(descriptor).st_size if stop is None else stop

@@ -18,8 +18,8 @@ _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[
 class Tokenizer:
     """Text to token ids and back, with the id that ends a document.
 
-    Special tokens written out in a text are encoded as ordinary text, so an end-of-document id inside the tokens
-    always is the end of a document.
+    Special tokens written out in a text are encoded as ordinary text, so an end-of-document id among the tokens is
+    always the end of a document.
 
     >>> t = byte_tokenizer()
     >>> t.encode("hé").tolist(), t.vocab_size, t.end_of_document
@@ -70,7 +70,7 @@ class Tokenizer:
         return hashlib.sha256((self.json + "\0" + self.end_of_document_text).encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of one text, without any special token: `i64["tokens"]`."""
+        """The ids of one text, without special tokens: `i64["tokens"]`."""
         with self._encoding():
             return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
 
@@ -86,7 +86,7 @@ class Tokenizer:
         return tokenizers.Tokenizer.from_str(self.json)
 
     def encode_batch(self, texts: list[str], dtype=np.uint32) -> list[np.ndarray]:
-        """The ids of many texts, without any special token."""
+        """The ids of many texts, without special tokens."""
         if self.is_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(dtype) for text in texts]
         encode = getattr(self._inner, "encode_batch_fast", self._inner.encode_batch)
@@ -95,7 +95,7 @@ class Tokenizer:
 
     @contextlib.contextmanager
     def _encoding(self):
-        """Tells what the library raises, an exception of no class of its own."""
+        """Explains what the library raises: exceptions without a class of their own."""
         try:
             yield
         except Exception as error:
@@ -116,7 +116,7 @@ class Tokenizer:
     def token_bytes(self) -> np.ndarray:
         """How many UTF-8 bytes of text each id stands for: `i32["vocab"]`; special tokens stand for none.
 
-        Exact where the tokenizer works on bytes; for others it counts the decoded text.
+        The count is exact if the tokenizer works on bytes; for others it is that of the decoded text.
         """
         out = np.zeros(self.vocab_size, np.int32)
         special = {i for i, token in self._inner.get_added_tokens_decoder().items() if token.special}
@@ -231,7 +231,7 @@ def byte_tokenizer() -> Tokenizer:
     )
 
 
-# The trainer sets memory aside for every token that it is asked for, and ends the process where there is not enough.
+# The trainer reserves memory for every token that it is asked for, and ends the process if there is not enough.
 _MOST_TOKENS = 1_000_000
 
 
@@ -239,7 +239,7 @@ def check_bpe_size(vocab_size: int, where: str) -> None:
     """Refuses vocabularies that no byte-level BPE can have.
 
     Args:
-        vocab_size: tokens, the end of a document among them.
+        vocab_size: the number of tokens, including the end of a document.
         where: the option or field that asks for them.
     """
     if not 257 <= vocab_size <= _MOST_TOKENS:
@@ -274,7 +274,7 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
 
 
 def _byte_characters():
-    """The character that stands for each byte in byte-level vocabularies (GPT-2): printable ones for themselves."""
+    """The character for each byte in byte-level vocabularies (GPT-2); printable bytes stand for themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

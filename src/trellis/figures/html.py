@@ -4,7 +4,7 @@ import html
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
@@ -28,7 +28,7 @@ def join(*children: object) -> Markup:
 
 
 def section(title: str, *children: object, note: str | None = None, wide: bool = False) -> Markup:
-    """A part of the page under a heading."""
+    """A section of the page under a heading."""
     head = tag("h2", title, tag("small", note) if note else None)
     return tag("section", head, *children, class_="panel wide" if wide else "panel")
 

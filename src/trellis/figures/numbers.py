@@ -31,7 +31,7 @@ def flop_rate(per_second: float) -> str:
 
 
 def dollars(value: float) -> str:
-    """A price, with cents where they are a part of it that matters.
+    """A price, with cents if they matter.
 
     >>> dollars(1.164), dollars(99.5), dollars(1234.5)
     ('$1.16', '$99.50', '$1,234')
@@ -76,7 +76,7 @@ def _scaled(value: float, base: float, suffixes: tuple[str, ...]) -> str:
     if not math.isfinite(value):
         return "?"
     power = 0
-    # 999.5 would round to 1000 of its unit: it belongs to the next.
+    # 999.5 would round to 1000 of its unit, so it belongs to the next.
     while abs(value) >= base - base / 2000 and power < len(suffixes) - 1:
         value, power = value / base, power + 1
     digits = 0 if power == 0 else max(0, 2 - (len(str(int(abs(value)))) - 1))

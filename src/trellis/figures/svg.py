@@ -16,7 +16,7 @@ def shape(name: str, /, *, title: str = "", **attributes: object) -> Markup:
 
 
 def box(x: float, y: float, width: float, height: float, *, title: str = "", **attributes: object) -> Markup:
-    """A rectangle, never so thin that it is not seen."""
+    """A rectangle, never too thin to be seen."""
     return shape("rect", title=title, x=x, y=y, width=max(width, 0.3), height=height, **attributes)
 
 
@@ -36,7 +36,7 @@ def path(points: Iterable[tuple[float, float]], **attributes: object) -> Markup:
 
 
 def text(x: float, y: float, words: str, **attributes: object) -> Markup:
-    """Words that begin, or with `text_anchor` end or are centred, at a point on their base line."""
+    """Words that begin at a point on their base line, or with `text_anchor` end there or are centred on it."""
     return tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", **attributes)
 
 
@@ -47,7 +47,7 @@ def picture(width: float, height: float, parts: Iterable[str], label: str) -> Ma
 
 
 def document(width: float, height: float, parts: Iterable[str], style: str) -> str:
-    """A picture that stands alone, in a file or a notebook."""
+    """A picture by itself, for a file or a notebook."""
     size = {"width": f"{width:.0f}", "height": f"{height:.0f}"}
     ground = tag("rect", fill="#fff", **size)
     inside = Markup(f"<style>{style}</style>{ground}{''.join(parts)}")

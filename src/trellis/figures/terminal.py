@@ -7,14 +7,14 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float | None], width: int = 24) -> str:
-    """A curve as a row of bars, from its least to its greatest value; means of neighbours where there are more values.
+    """A curve as a row of bars, from its least to its greatest value; means of neighbours if there are more values.
 
     >>> sparkline([8.0, 4.0, 2.0, 1.0]), sparkline([3.0, None, 3.0]), sparkline([])
     ('█▄▂▁', '▁▁', '')
 
     Args:
-        values: numbers in order; None and what is not finite is left out.
-        width: characters at most.
+        values: numbers in order; None and numbers that are not finite are left out.
+        width: the most characters.
     """
     known = [v for v in values if v is not None and math.isfinite(v)]
     if len(known) > width:

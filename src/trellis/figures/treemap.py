@@ -9,11 +9,11 @@ from trellis.figures.html import Markup
 Item = tuple[str, str, str, int]  # kind, name, type, bytes
 _COLORS = ("#7fb3d5", "#a9cce3", "#f5b7b1", "#f9e79f", "#fad7a0", "#d2b4de", "#d5dbdb", "#b8b0a0",
            "#e5e7e9")  # fmt: skip
-_SMALLEST = 0.002  # of the whole: smaller items of a kind are drawn as one
+_SMALLEST = 0.002  # share of the whole; smaller items of a kind are drawn as one
 
 
 def squarified(sizes: Sequence[float], x: float, y: float, width: float, height: float) -> list[tuple[float, ...]]:
-    """Rectangles (x, y, width, height) with areas in proportion to sizes, which are given in falling order.
+    """Rectangles (x, y, width, height) with areas in proportion to the sizes, which are given in falling order.
 
     >>> squarified([2, 1, 1], 0, 0, 4, 2)
     [(0, 0, 2.0, 2.0), (2.0, 0, 2.0, 1.0), (2.0, 1.0, 2.0, 1.0)]
@@ -65,7 +65,7 @@ def treemap(items: Sequence[Item], kinds: Sequence[str]) -> str:
 
 
 def _legend(title: str, sizes: dict[str, int], colors: dict[str, str], width: int) -> tuple[list[Markup], int]:
-    """A title and what each color is, in as many lines as they take, and the height of these."""
+    """A title and the meaning of each color, in as many lines as they need, and the height of these lines."""
     begin = at = 20 + 8.5 * len(title)
     y, parts = 17, [svg.text(6, 17, title, class_="head")]
     for kind, size in sizes.items():
@@ -93,6 +93,6 @@ def _tile(name: str, what: str, size: int, rect: tuple[float, ...], color: str) 
     yield svg.box(x, y, float(w), float(h), title=f"{name} {what} {numbers.size(size)}", fill=color, stroke="#fff")
     room = int((w - 8) / 6)
     for number, line in enumerate(lines[: max(int((h - 4) / 14), 0)] if room >= 4 else ()):
-        if len(line) > room:  # a path's end tells more than its start
+        if len(line) > room:  # a path's end says more than its start
             line = "…" + line[-(room - 1) :] if number == 0 and " " not in line else line[: room - 1] + "…"
         yield svg.text(x + 4, y + 14 + 14 * number, line)

@@ -1,4 +1,4 @@
-"""Hardware as data: what a chip, a link and a slice can do, by name.
+"""Hardware as data: what chips, links and slices can do, by name.
 
 The table is `chips.yaml` beside this file, each entry with its source; a user adds chips in a YAML file of
 the same form. A target is a name such as `v5e:16x16` (a TPU slice), `2xv5e:16x16` (two of them joined by the
@@ -17,10 +17,10 @@ from trellis.errors import UserError, did_you_mean
 from trellis.files import load_yaml
 from trellis.mesh.topology import TopologyError, parse_slice
 
-# Memory bandwidth that streaming code reaches, of the published rate.
+# The share of the published memory bandwidth that streaming code reaches.
 MEMORY_EFFICIENCY = 0.85
 
-# GB/s between a device and its host, one direction, where nothing is said: 16 lanes of PCIe 3.
+# Default GB/s between a device and its host, in one direction: 16 lanes of PCIe 3.
 HOST_GBPS = 16
 
 
@@ -30,32 +30,32 @@ class Chip:
 
     Attributes:
         name: as in `v5e` or `h100`.
-        kind: "tpu" or "gpu"; "cpu" of this machine's.
-        device_kinds: what JAX calls the device: beginnings of its `device_kind`, the usual one first.
+        kind: "tpu" or "gpu"; "cpu" for this machine's.
+        device_kinds: JAX's names for the device: beginnings of its `device_kind`, the usual one first.
         bf16_flops: dense bfloat16 peak, FLOP/s.
-        fp4_flops: dense 4-bit float peak, FLOP/s; the 8-bit one where the hardware has no units for it.
-        fp8_flops: dense 8-bit float peak, FLOP/s; the bfloat16 peak where fp8 is not faster.
-        int8_flops: the same of 8-bit whole numbers, operations a second.
-        hbm_bytes: memory a program can allocate.
+        fp4_flops: dense 4-bit float peak, FLOP/s; the 8-bit peak if the hardware has no units for it.
+        fp8_flops: dense 8-bit float peak, FLOP/s; the bfloat16 peak if fp8 is not faster.
+        int8_flops: the same for 8-bit whole numbers, operations a second.
+        hbm_bytes: memory that a program can allocate.
         hbm_bandwidth: bytes a second.
         link_bandwidth: bytes a second, one direction; of one torus link (TPU), or of all NVLinks of a GPU.
         network_bandwidth: bytes a second, one direction, between slices or hosts.
         host_bandwidth: bytes a second, one direction, between a device's memory and its host's.
-        torus: sides of the torus; 0 where every device of a host reaches every other (GPU).
+        torus: sides of the torus; 0 if every device of a host reaches every other (GPU).
         devices_per_chip: JAX devices of a chip.
-        clock: cycles a second of the matrix units; None where it is not needed.
+        clock: cycles a second of the matrix units; None if it is not needed.
         vector_flops: elementwise float32 operations a second.
         matmul_efficiency: share of the peak that large products reach.
         attention_efficiency: the same for attention kernels.
-        whole_attention_efficiency: the same where every query sees every key.
-        tile: products are padded to multiples of it.
+        whole_attention_efficiency: the same if every query sees every key.
+        tile: products are padded to multiples of this.
         float32_share: rate of float32 products, as a share of the bfloat16 peak.
-        fill: terms of a product's sum that its start and end cost: sums of as many terms reach half of the rate.
+        fill: terms of a product's sum that its start and end cost: sums of this many terms reach half of the rate.
         cache_bytes: work that touches no more than this runs at `cache_bandwidth`; 0 for none.
         cache_bandwidth: bytes a second to and from the cache.
-        launch_seconds: what each operation takes at least.
-        processors: of a GPU, its streaming multiprocessors; None where products do not come in waves over them.
-        overlap: which communication of weights the compiler hides as it comes: "gathers", "reductions".
+        launch_seconds: the least time that an operation takes.
+        processors: a GPU's streaming multiprocessors; None if products do not come in waves over them.
+        overlap: the communication of weights that the compiler hides by default: "gathers", "reductions".
         source: where the numbers come from.
     """
 
@@ -90,23 +90,23 @@ class Chip:
 
     @property
     def streaming_bandwidth(self) -> float:
-        """Bytes a second that streaming code moves through memory."""
+        """The bytes a second that streaming code moves through memory."""
         return self.hbm_bandwidth * MEMORY_EFFICIENCY
 
     @property
     def device_kind(self) -> str:
-        """What JAX calls the device."""
+        """JAX's name for the device."""
         maker = "TPU" if self.kind == "tpu" else "NVIDIA"
         return self.device_kinds[0] if self.device_kinds else f"{maker} {self.name.upper()}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Hardware to plan for: so many devices of one chip, and how they are joined.
+    """Hardware to plan for: a number of devices of one chip, and how they are joined.
 
     Attributes:
         name: as the user wrote it.
-        chip: what each device is.
+        chip: the chip of each device.
         shape: devices along each side of one slice's torus; for GPUs (hosts, GPUs of a host).
         wrap: whether a side's ring is closed.
         num_slices: TPU slices joined by the data-center network.
@@ -120,7 +120,7 @@ class Target:
 
     @property
     def num_devices(self) -> int:
-        """JAX devices in all."""
+        """The total number of JAX devices."""
         return math.prod(self.shape) * self.chip.devices_per_chip * self.num_slices
 
     @property
@@ -225,7 +225,7 @@ def _builtin() -> dict[str, dict]:
 
 
 def published_peak(device_kind: str) -> float | None:
-    """The dense bfloat16 peak of one JAX device, in FLOP/s; None where it is not in the table.
+    """The dense bfloat16 peak of one JAX device, in FLOP/s; None if it is not in the table.
 
     >>> published_peak("NVIDIA H200") / 1e12, published_peak("cpu")
     (989.0, None)
@@ -236,7 +236,7 @@ def published_peak(device_kind: str) -> float | None:
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip that JAX calls so; None where it is not in the table.
+    """The chip that JAX calls by this name; None if it is not in the table.
 
     >>> chip_of("NVIDIA A100-SXM4-40GB").name
     'a100-40gb'
@@ -246,14 +246,14 @@ def chip_of(device_kind: str) -> Chip | None:
 
 
 def _longest(kinds: Iterable[str], device_kind: str) -> str | None:
-    """The longest beginning of a device kind."""
+    """The longest of `kinds` that a device kind begins with."""
     return max((kind for kind in kinds if device_kind.startswith(kind)), key=len, default=None)
 
 
 def chips(extra: str | None = None) -> dict[str, Chip]:
     """All chips by name; `extra` is the path of a YAML file with more (or with corrections).
 
-    An entry that says `like: h100` takes what it does not say from that one:
+    An entry with `like: h100` takes what it leaves out from that one:
 
         h100-pcie: {like: h100, bf16_tflops: 756, link_gbps: 64, source: "NVIDIA H100 PCIe data sheet"}
 
@@ -294,7 +294,7 @@ _GPU = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][a-z0-9-]*)")
 
 
 def target(name: str, hardware: str | None = None) -> Target:
-    """The hardware of a name.
+    """The hardware with this name.
 
     >>> target("v5e:16x16").num_devices
     256
@@ -306,7 +306,7 @@ def target(name: str, hardware: str | None = None) -> Target:
         hardware: the path of a YAML file with the user's own chips.
 
     Raises:
-        UserError: no such chip or slice; the message offers near names.
+        UserError: there is no such chip or slice; the message offers similar names.
     """
     known = chips(hardware)
     text = name.strip().lower()
@@ -325,7 +325,7 @@ def target(name: str, hardware: str | None = None) -> Target:
         except TopologyError as error:
             if generation in _builtin() or generation == "tpu7x":
                 raise _unknown(name, str(error).rpartition("Near it: ")[2].replace("tpu7x", "v7x")) from None
-            shape = tuple(map(int, match[3].split("x")))  # a chip of the user's: any torus
+            shape = tuple(map(int, match[3].split("x")))  # a chip of the user's own: any torus
             if len(shape) != chip.torus:
                 raise _unknown(name, f"{chip.name}:{'x'.join('4' * chip.torus)}") from None
             wrap = tuple(side >= 4 for side in shape)

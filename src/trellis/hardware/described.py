@@ -1,6 +1,6 @@
-"""Devices that are only described: enough for meshes, layouts and tracing, not for compiling.
+"""Devices that are only described, which is enough for meshes, layouts and tracing, not for compiling.
 
-A quick plan needs no compiler and no plugin. These stand where devices would, with the coordinates, hosts and slices
+A quick plan needs no compiler and no plugin. These take the place of devices, with the coordinates, hosts and slices
 that arrange a mesh.
 """
 
@@ -13,7 +13,7 @@ from trellis.hardware.chips import Target
 
 @dataclasses.dataclass(frozen=True)
 class DescribedDevice:
-    """One device that is not here, with the attributes of a `jax.Device` that placing looks at."""
+    """One device that is not here, with the attributes of a `jax.Device` that placement looks at."""
 
     id: int
     platform: str

@@ -1,4 +1,4 @@
-"""This machine's own devices as a target, with peaks that are measured and not published."""
+"""This machine's own devices as a target, with measured rather than published peaks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from trellis.mesh.platform import are_cpus
 
 
 def local_target(devices: Sequence[Any], *, measured: Machine | None = None) -> Target:
-    """The devices that are here.
+    """The devices of this machine.
 
-    Known accelerators are taken from the table. CPUs have no published peaks: give `measured`, or get a placeholder
-    of 100 GFLOP/s and 10 GB/s that is only good for memory.
+    Known accelerators are taken from the table. CPUs have no published peaks: give `measured`, or get a placeholder of
+    100 GFLOP/s and 10 GB/s that is good only for memory.
     """
     device = devices[0]
     if are_cpus(devices):
@@ -32,7 +32,7 @@ def local_target(devices: Sequence[Any], *, measured: Machine | None = None) -> 
     )
 
 
-# Stands for a CPU that was not measured: good for memory only.
+# A placeholder for a CPU that was not measured: good only for memory.
 _UNKNOWN = Machine(100e9, 100e9, 0.0, 10e9, 10e9, 10e9, 0.0)
 
 
@@ -47,7 +47,7 @@ def _cpu(measured: Machine | None, count: int) -> Chip:
         int8_flops=rates.bfloat16 / count,
         float32_share=rates.float32 / rates.bfloat16,
         hbm_bytes=_host_memory() / count,
-        hbm_bandwidth=rates.memory / MEMORY_EFFICIENCY / count,  # what was measured is what streaming code reaches
+        hbm_bandwidth=rates.memory / MEMORY_EFFICIENCY / count,  # this is already what streaming code reaches
         link_bandwidth=rates.memory / count / 2,
         network_bandwidth=rates.memory / count / 2,
         host_bandwidth=rates.memory / count / 2,
@@ -66,7 +66,7 @@ def _cpu(measured: Machine | None, count: int) -> Chip:
 
 
 def free_memory() -> int:
-    """Bytes that programs can still have without swapping; all that there are where the system does not say."""
+    """The bytes that programs can still have without swapping; the whole memory if the system does not say."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             (found,) = (line.split()[1] for line in file if line.startswith("MemAvailable:"))

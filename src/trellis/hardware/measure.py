@@ -1,4 +1,4 @@
-"""What a CPU can do, measured: the rates that a plan for this machine is made from."""
+"""Measures what a CPU can do: the rates that a plan for this machine is made from."""
 
 import time
 from collections.abc import Callable
@@ -9,22 +9,22 @@ import jax.numpy as jnp
 
 
 class Machine(NamedTuple):
-    """Rates of this machine's CPU, all devices that share it together."""
+    """Rates of this machine's CPU, for all devices that share it together."""
 
     float32: float
     """FLOP/s of large float32 products."""
     bfloat16: float
     """FLOP/s of large bfloat16 products."""
     fill: float
-    """Terms of a product's sum that its start and end cost: sums of as many terms reach half of the rate."""
+    """Terms of a product's sum that its start and end cost: sums of this many terms reach half of the rate."""
     vector: float
     """Elementwise operations a second; an exponential counts as 12."""
     memory: float
     """Bytes a second to and from memory."""
     cache: float
-    """Bytes a second where everything fits into `CACHED` bytes."""
+    """Bytes a second if everything fits into `CACHED` bytes."""
     launch: float
-    """Seconds that one operation takes at least."""
+    """The least seconds that one operation takes."""
 
 
 CACHED = 2 << 20
@@ -34,7 +34,7 @@ def measure_machine(clock: Callable[[], float] = time.perf_counter) -> Machine:
     """Measures one CPU device; takes a few seconds.
 
     Args:
-        clock: seconds. `time.process_time` measures what this process alone used, which on one core and a busy machine
+        clock: seconds. `time.process_time` measures what this process alone used, which with one core of a busy machine
             is what it would take on a quiet one.
     """
     square = lambda a: a @ a

@@ -11,29 +11,29 @@ import jax.numpy as jnp
 from trellis.hardware.chips import published_peak
 from trellis.mesh.platform import are_cpus
 
-# Seconds and tries that a measurement takes at least: a machine that is busy now may not be a moment later.
+# The least seconds and tries of a measurement: a machine that is busy now may not be so a moment later.
 _LONG, _TRIES = 0.3, 6
 
 
 def measure_matmul_peak(dtype: Any = "float32", devices: Sequence[Any] | None = None, size: int = 1024) -> float:
-    """FLOP/s that square matrix products reach on all given devices at once: the best of several tries.
+    """The FLOP/s that square matrix products reach on all given devices at once: the best of several tries.
 
     Takes about a second. CPU devices of one machine share its cores, so their peak is that of all together.
 
     Args:
-        dtype: of the factors. Sums are float32, as a step's are: for a bfloat16 result XLA's CPU compiler converts the
-            factors first and does not use the processor's bfloat16 instructions.
+        dtype: the type of the factors. Sums are float32, as in a step: for a bfloat16 result XLA's CPU compiler
+            converts the factors first and does not use the processor's bfloat16 instructions.
         devices: the default is every device of this process.
         size: the factors are "{size} {size}".
     """
     devices = jax.local_devices() if devices is None else devices
-    with ThreadPoolExecutor(1) as outside:  # where no mesh is in force, on which single devices are refused
+    with ThreadPoolExecutor(1) as outside:  # where no mesh is in force: on a mesh, single devices are refused
         seconds = outside.submit(_measured, jnp.dtype(dtype), devices, size).result()
     return 2.0 * size**3 * len(devices) / seconds
 
 
 def _measured(dtype: Any, devices: Sequence[Any], size: int) -> float:
-    """Seconds of a product on each device."""
+    """The seconds of a product on each device."""
     factors = [jax.device_put(jnp.ones((size, size), dtype), device) for device in devices]
     product = jax.jit(square)
     jax.block_until_ready([product(x) for x in factors])  # compiles
@@ -51,7 +51,7 @@ def square(x: jax.Array) -> jax.Array:
 
 
 def matmul_peak(devices: Sequence[Any], dtype: Any) -> float | None:
-    """The peak of all devices together in FLOP/s: the published one, or measured where these are CPUs.
+    """The peak of all devices together in FLOP/s: published, or measured if these are CPUs.
 
     None for accelerators that are not in the table: a utilisation against a guess would mislead.
     """

@@ -1,4 +1,4 @@
-"""This machine: which of its platforms JAX looks for, how much of a GPU's memory it takes, what its processor is."""
+"""This machine: the platforms that JAX looks for, the share of a GPU's memory that it takes, the processor's name."""
 
 import os
 import platform
@@ -11,9 +11,9 @@ import jax
 
 
 def choose_platform() -> None:
-    """Keeps JAX from looking for TPUs on a Linux machine that has none: with libtpu there, it would wait and complain.
+    """Keeps JAX from looking for TPUs on a Linux machine without any: if libtpu is there, it would wait and complain.
 
-    libtpu is there where programs are compiled ahead of time. A platform that the user chose stays.
+    libtpu is installed for compiling programs ahead of time. A platform that the user chose stays.
     """
     config: Any = jax.config
     if config.jax_platforms or sys.platform != "linux" or find_spec("libtpu") is None or has_tpu():
@@ -26,10 +26,10 @@ def choose_platform() -> None:
 
 
 def claim_gpu_memory() -> None:
-    """Lets JAX have 95 % of a GPU's memory instead of 75, so that what a plan says fits does; a user's choice stays.
+    """Lets JAX have 95 % of a GPU's memory instead of 75, so that what fits by a plan does fit; a user's choice stays.
 
-    The rest is for what JAX does not allocate itself: CUDA's own, workspaces of libraries, buffers of collectives. JAX
-    reads the variable when it first looks at its devices.
+    The rest is for what JAX does not allocate itself: CUDA's own memory, libraries' workspaces, buffers of collectives.
+    JAX reads the variable when it first looks at its devices.
     """
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
         os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.95"
@@ -41,12 +41,12 @@ def has_tpu() -> bool:
 
 
 def processor(system: Path = Path("/proc/cpuinfo")) -> str:
-    """The name of this machine's processor, with its family and model where the system tells them.
+    """The name of this machine's processor, with its family and model if the system gives them.
 
-    Clouds call all of a vendor's alike: `AMD EPYC (family 25, model 17)` has AVX-512, `(family 25, model 1)` has not.
+    Clouds name all of a vendor's alike: `AMD EPYC (family 25, model 17)` has AVX-512, `(family 25, model 1)` has not.
 
     Args:
-        system: the file in which Linux tells it.
+        system: the file in which Linux describes it.
     """
     try:
         lines = system.read_text().splitlines()

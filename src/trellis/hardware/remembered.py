@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept in the user's cache folder from one run to the next."""
+"""Measurements of this machine, kept in the user's cache folder from one run to the next."""
 
 import hashlib
 import json
@@ -14,16 +14,16 @@ from trellis.hardware.platform import processor
 
 
 def devices_here(devices: Sequence[Any]) -> str:
-    """What a measurement on devices is kept under: them, and the machine that they are part of.
+    """The key of a measurement on devices: the devices, and the machine that they are part of.
 
-    A folder in a shared home is every machine's, and a host's name may go on to another machine.
+    A folder in a shared home belongs to every machine, and a host's name may pass to another machine.
     """
     host = f"{platform.node()}, {processor()}, {usable_cores()} cores"
     return f"{host}, {len(devices)} x {devices[0].device_kind}"
 
 
 def digest_of(value: Any) -> str:
-    """A name for a plain value: equal for equal ones.
+    """A name for a plain value; equal values have equal names.
 
     >>> digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
     True
@@ -32,12 +32,12 @@ def digest_of(value: Any) -> str:
 
 
 def today() -> str:
-    """The date as it is kept and told: `7 Nov 2026`."""
+    """Today's date as it is kept and printed: `7 Nov 2026`."""
     return time.strftime("%d %b %Y").lstrip("0")
 
 
 def recall(what: str) -> dict[str, Any]:
-    """All that is kept of one kind, by what it was kept under; nothing where there is no cache, or none that is whole.
+    """Everything that is kept of one kind, by key; empty if there is no cache, or none that can be read.
 
     Args:
         what: the kind: `choices`, `paces`, `peaks`.
@@ -50,8 +50,8 @@ def remember(what: str, key: str, value: Any) -> None:
 
     Args:
         what: the kind.
-        key: what it is kept under.
-        value: anything that JSON has.
+        key: the key to keep it under.
+        value: anything that JSON can hold.
     """
     kept = _kept()
     try:

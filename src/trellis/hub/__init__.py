@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out. What a family looks like there is said in its own folder, `models/FAMILY/hub.py`."""
+"""Imports and exports Hugging Face folders. Each family describes its own in `models/FAMILY/hub.py`."""
 
 from trellis.hub.family import Family
 from trellis.hub.folder import Folder, copy_tokenizer, write_folder, write_tokenizer

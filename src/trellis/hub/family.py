@@ -1,4 +1,4 @@
-"""A family of models as Hugging Face has it: its configuration there, and where each parameter is."""
+"""A family of models at Hugging Face: its configuration there, and where each parameter is."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,12 @@ class Family:
         config: our configuration's class.
         model_type: what `config.json` calls it.
         architecture: the class in `transformers`.
-        keys: where each parameter is, by its path in the model; or what gives that of a configuration.
+        keys: where each parameter is, by its path in the model; or a function that gives this for a configuration.
         to_hub: the fields of `config.json`, from a configuration and the longest sequence.
         from_hub: our fields, from those of `config.json`.
         fixed: fields of `config.json` that must have these values, since our model has no others.
-        zeros: tensors that a folder has in any case: zeros where our model has no such parameter.
-        elsewhere: from a tensor's key to another key, and what to take of that tensor, for folders that hold it there.
+        zeros: tensors that a folder always has; zeros if our model has no such parameter.
+        elsewhere: for folders that hold a tensor elsewhere: from its key to another key, and what to take there.
     """
 
     config: type
@@ -43,7 +43,7 @@ class Family:
 
         Args:
             config: our configuration.
-            positions: the longest sequence, where our configuration does not say.
+            positions: the longest sequence, if our configuration does not say.
             dtype: of the weights.
         """
         return {

@@ -1,4 +1,4 @@
-"""Hugging Face folders: a model's configuration, its weights and its tokenizer, in and out, a tensor at a time."""
+"""Reads and writes Hugging Face folders (a model's configuration, weights, tokenizer), one tensor at a time."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-# What a folder of something else has: an export would write over it, or be removed with it.
+# By these a folder holds something else: an export would overwrite it, or be removed with it.
 _OF_RUNS = ("run.yaml", "checkpoints", "manifest.json")
 _OTHERS = (*_OF_RUNS, "*.safetensors", "config.json", *TOKENIZER_FILES)
 # Buffers that older versions of `transformers` wrote beside the parameters: causal masks, rotary frequencies.
@@ -49,16 +49,16 @@ class Folder:
 
     Args:
         path: the folder.
-        families: those that it may be of, by what `config.json` calls them.
+        families: those that its model may be of, by their names in `config.json`.
 
     Attributes:
         path: the folder.
-        family: that of its model.
+        family: its model's.
         config: our configuration of its model.
-        left_out: once it is loaded, how many tensors it has for further tokens than the next, which are not read.
+        left_out: after loading, how many tensors were not read, since they predict tokens after the next.
 
     Raises:
-        UserError: it is not there, or of a kind that is not known here.
+        UserError: it is not there, or of an unknown kind.
     """
 
     def __init__(self, path: str | Path, families: Mapping[str, Family]):
@@ -79,7 +79,7 @@ class Folder:
         self._place = self._weight_map()
 
     def load(self, model):
-        """The model's parameters, each device reading what it holds of them, a layer at a time.
+        """The model's parameters, read one layer at a time; for each device, only what it holds.
 
         Rows that pad the vocabulary are zeros. Shardings come from the model, not from the layout in force.
 
@@ -87,8 +87,8 @@ class Folder:
             model: the model as `jax.ShapeDtypeStruct`s with shardings, or as arrays.
 
         Raises:
-            UserError: a parameter is not in the folder, or has another shape there; or the folder has tensors that are
-                no parameter's.
+            UserError: a parameter is not in the folder, or has another shape there; or the folder has tensors that
+                belong to no parameter.
         """
 
         keys = self.family.keys_of(self.config)
@@ -137,9 +137,9 @@ class Folder:
     def _check_taken(self, keyed: Sequence[tuple[Parameter, Key]], keys: Mapping[str, Key]) -> None:
         """Refuses tensors that no parameter takes, before any is read.
 
-        Buffers that are made from the configuration may be there; a copy of the table of tokens under the name of an
-        unembedding too, where the two are tied; and the layers for further tokens that `config.json` counts, which
-        have no part in predicting the next (`left_out` has their number).
+        Three kinds may be there: buffers that are made from the configuration; if the unembedding is tied, a copy of
+        the table of tokens under its name; and the layers for further tokens that `config.json` counts, which have no
+        part in predicting the next (`left_out` counts their tensors).
         """
         taken = set()
         for parameter, key in keyed:
@@ -170,7 +170,7 @@ class Folder:
             )
 
     def _find(self, text: str) -> tuple[str | None, Callable]:
-        """Which tensor of the folder has what is called so, and what to take of it."""
+        """The name of the folder's tensor that holds this key's values, and what to take of it."""
         # Some folders leave out the name that the model has within `...ForCausalLM`.
         if (name := next((n for n in (text, text.partition(".")[2]) if n in self._place), None)) is not None:
             return name, lambda tensor: tensor
@@ -240,25 +240,25 @@ def write_folder(
     more: Mapping | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> list[Path]:
-    """Writes a model's configuration and weights, holding one tensor at a time. The padded vocabulary is cut off.
+    """Writes a model's configuration and weights, holding one tensor at a time. The vocabulary's padding is cut off.
 
     Args:
-        to: the folder; made where it is not there.
+        to: the folder; created if absent.
         family: the model's.
         config: our configuration.
         model: the model; only its structure, names and shapes are looked at.
-        read: gives a parameter's values at some positions of its first names: of one layer, or of one expert of one
-            layer, or, where there are none, all of them.
+        read: gives a parameter's values at positions along its first names: those of one layer, of one expert of one
+            layer, or, without positions, all of them.
         dtype: "float32", "bfloat16" or "float16".
-        positions: the longest sequence, where the configuration does not say.
+        positions: the longest sequence, if the configuration does not say.
         more: other fields for `config.json`.
-        shard_bytes: the size at which a next weight file is begun.
+        shard_bytes: the size at which the next weight file begins.
 
     Returns:
         The files.
 
     Raises:
-        UserError: this model has no form at Hugging Face, or the folder holds a model, a tokenizer or a run already.
+        UserError: Hugging Face has no form for this model, or the folder already holds a model, a tokenizer or a run.
     """
     to = Path(to)
     if there := [path for name in _OTHERS for path in sorted(to.glob(name))]:
@@ -289,7 +289,7 @@ def write_folder(
 
 
 def copy_tokenizer(folder: Path, to: Path) -> list[Path]:
-    """Copies the files of the tokenizer that a folder has into another: these alone, since it may have a model too."""
+    """Copies a folder's tokenizer files into another folder, and no others: it may hold a model too."""
     to.mkdir(parents=True, exist_ok=True)
     return [Path(shutil.copy(folder / name, to / name)) for name in TOKENIZER_FILES if (folder / name).is_file()]
 
@@ -328,7 +328,7 @@ def _tensors(parameter: Parameter, key: Key, vocab: int, dtype: np.dtype, read: 
 
 
 def _joined(made: list[tuple[int, Tensor]]) -> list[Tensor]:
-    """The tensors, those of two parameters once."""
+    """The tensors, with those that two parameters share joined into one."""
     found: dict[str, list[tuple[int, Tensor]]] = {}
     for half, tensor in made:
         found.setdefault(tensor.name, []).append((half, tensor))

@@ -1,4 +1,4 @@
-"""Where each parameter is in a Hugging Face folder: its key, and the order that its dimensions have there."""
+"""Where each parameter is in a Hugging Face folder: its key, and the order of its dimensions there."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ HALF = "half"
 class Key(NamedTuple):
     """A parameter's key, with `{}` for a layer's number (and a second one for an expert's), and its dimensions there.
 
-    Dimensions are written in order; `(heads head_dim)` are several in one. Two parameters may share a tensor, whose
-    last dimension `half` takes them in turns: as in `embed (mlp half)`.
+    Dimensions are written in order; `(heads head_dim)` are several in one. Two parameters may share a tensor and
+    alternate along its last dimension, which is written `half`, as in `embed (mlp half)`.
 
     >>> Key("model.layers.{}.self_attn.q_proj.weight", "(heads head_dim) embed").groups
     (('heads', 'head_dim'), ('embed',))
@@ -29,7 +29,7 @@ class Key(NamedTuple):
     Attributes:
         text, dims: as above.
         half: which of the two a parameter is.
-        first, step: the number in the folder of the first layer of a parameter, and from one to the next.
+        first, step: the number in the folder of a parameter's first layer, and the step to the next one.
     """
 
     text: str
@@ -39,12 +39,12 @@ class Key(NamedTuple):
     step: int = 1
 
     def name(self, at: Sequence[int]) -> str:
-        """The tensor's name, of one position of each leading name."""
+        """The tensor's name, for one position along each leading name."""
         return self.text.format(*(self.first + self.step * i if place == 0 else i for place, i in enumerate(at)))
 
     @property
     def counts(self) -> int:
-        """How many leading names of a parameter are numbers in the key: a tensor is one position of each."""
+        """How many leading names of a parameter are numbers in the key: a tensor is one position along each."""
         return self.text.count("{}")
 
     @property
@@ -67,8 +67,8 @@ class Key(NamedTuple):
         return tuple(math.prod(sizes[name] for name in group) for group in self.groups)
 
     def write(self, array: np.ndarray, names: Sequence[str]) -> np.ndarray:
-        """A parameter's layer as the folder has it; of a tensor that two share, its half, which has the other beside
-        it in the last dimension.
+        """A parameter's layer as the folder has it; if two share a tensor, this one's half, which alternates with the
+        other in the last dimension.
 
         Args:
             array: the values.
@@ -80,7 +80,7 @@ class Key(NamedTuple):
         return array if self.half is not None else array.reshape(self.shape(sizes))
 
     def read(self, tensor: np.ndarray, sizes: Mapping[str, int], names: Sequence[str], part: Slices) -> np.ndarray:
-        """Part of a parameter's layer; of the tensor, little more than that part is touched.
+        """Part of a parameter's layer; little more than that part of the tensor is read.
 
         Args:
             tensor: a view of the file.
@@ -104,7 +104,7 @@ class Key(NamedTuple):
 
 
 def _covering(group: tuple[str, ...], sizes: Mapping[str, int], part: Slices) -> slice:
-    """The slice of several dimensions in one that holds a part: whole in all but the first."""
+    """The slice of several dimensions in one that covers a part: whole in all dimensions but the first."""
     inner = math.prod(sizes[name] for name in group[1:])
     return slice(part[group[0]].start * inner, part[group[0]].stop * inner)
 
@@ -113,7 +113,7 @@ def key_of(keys: Mapping[str, Key], parameter: Parameter) -> Key:
     """The key of a parameter.
 
     Raises:
-        NamesError: the family's table has none, or with other names.
+        NamesError: the family's table has none, or one with other names.
     """
     key = keys.get(parameter.path)
     own = parameter.names[key.counts :] if key is not None else ()

@@ -1,7 +1,7 @@
 """The safetensors format, read and written one tensor at a time.
 
-A file is the length of a header (8 bytes, little endian), the header (JSON: name to dtype, shape and place of the
-data) and the data. The `safetensors` package writes a file from tensors that are all in memory; a model may not fit.
+A file consists of the length of a header (8 bytes, little endian), the header (JSON: name to dtype, shape and place of
+the data) and the data. The `safetensors` package needs all tensors of a file in memory, where a model may not fit.
 """
 
 import json
@@ -21,13 +21,13 @@ DTYPES = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
-# What a model's weights may be stored in.
+# The types in which a model's weights may be stored.
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
 class TensorFile:
-    """A safetensors file, whose tensors are read on demand.
+    """A safetensors file whose tensors are read on demand.
 
     Args:
         path: the file.
@@ -61,7 +61,7 @@ class TensorFile:
             raise UserError("A weight file is whole.", seen=f"{size} of {need} bytes", where=str(path), fix=fix)
 
     def tensor(self, name: str) -> np.ndarray:
-        """A tensor as a view of the file: only what is then read of it comes into memory."""
+        """A tensor as a view of the file: only the parts that are read come into memory."""
         dtype, shape, start, stop = self.entries[name]
         if not math.prod(shape):
             return np.zeros(shape, DTYPES[dtype])
@@ -70,7 +70,7 @@ class TensorFile:
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written: `make` is called when its turn comes, and what it gives is then let go."""
+    """A tensor to be written: `make` is called when its turn comes, and its result is released after that."""
 
     name: str
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ def write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
     Raises:
         UserError: a number is too large for the type that it is written in.
     """
-    header: dict = {META: {"format": "pt"}}  # what `transformers` asks for, whoever wrote the tensors
+    header: dict = {META: {"format": "pt"}}  # `transformers` asks for this, whoever wrote the tensors
     place = 0
     for t in tensors:
         offsets = [place, place + t.nbytes]

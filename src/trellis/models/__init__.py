@@ -1,4 +1,4 @@
-"""Families of models, a folder each, and what the rest of Trellis needs of one (`protocol.py`)."""
+"""Families of models, one folder each, and what the rest of Trellis needs of a family (`protocol.py`)."""
 
 from trellis.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from trellis.models.families import FAMILIES, ModelConfig

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trellis.hub import Family
 from trellis.models.protocol import FamilyConfig
 
-# A new one is a folder beside this file, and its name here.
+# To add a family, put its folder beside this file and its name here.
 _FOLDERS = (
     "llama",
     "qwen3",

@@ -1,4 +1,4 @@
-"""Fields that configurations of several families share: the type of each, what it is, and what must hold of them.
+"""Fields that configurations of several families share: the type of each, what it is, and what must hold.
 
 class LlamaConfig:
     vocab: fields.Vocab
@@ -40,12 +40,12 @@ ExpertsPerToken = Annotated[int, "How many of them each token goes to. Raise it 
 RoutingField = Annotated[Routing, "How experts are picked and weighed, kept evenly loaded, and reached."]
 
 
-# What may be 0, which turns it off.
+# Fields that may be 0, which turns them off.
 _FROM_ZERO = ("dropout",)
 
 
 def check_sizes(config) -> None:
-    """The numbers of a configuration are positive: whole ones are sizes, others bases and what is added to a root.
+    """The numbers of a configuration are positive: integers are sizes, others are bases and terms added under a root.
 
     Raises:
         UserError: naming the first that is not.

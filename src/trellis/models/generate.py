@@ -13,7 +13,7 @@ from trellis import Layout, NamedArray, Stacked, UserError, current_layout, eins
 from trellis.models.protocol import LanguageModel
 from trellis.nn import attend, attend_cached
 
-# Prompts are padded to a multiple of this, so that most of them share a compiled program.
+# Prompts are padded to a multiple of this, so most of them share a compiled program.
 _BUCKET = 64
 
 
@@ -23,8 +23,8 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 takes the largest.
-        top_k: only so many of the largest; None takes all.
-        top_p: only the largest whose probabilities add up to this (Holtzman et al., 2019, arXiv:1904.09751).
+        top_k: keeps this many of the largest; None keeps all.
+        top_p: keeps the largest whose probabilities add up to this (Holtzman et al., 2019, arXiv:1904.09751).
     """
 
     temperature: float = 1.0
@@ -57,7 +57,7 @@ def sample(
     seed: int = 0,
     count: int = 1,
 ) -> list[str]:
-    """Texts that begin with the prompt, until the document ends, `new_tokens` are made or all positions are taken.
+    """Texts that begin with the prompt and go on until a document ends, `new_tokens` are made or positions run out.
 
     Most tokenizers join a space with the word after it, so a model has hardly seen a space that ends a text. A prompt
     that ends in one is continued from the token before it, by a token that begins with a space.
@@ -100,7 +100,7 @@ def sample(
 
 @functools.lru_cache(maxsize=1)
 def _spaced(tokenizer, vocab: int) -> np.ndarray | None:
-    """Which tokens begin with a space, where some are more than that: `bool_["vocab"]`."""
+    """`bool_["vocab"]`, the tokens that begin with a space; None if no token joins a space with other text."""
     texts = [tokenizer.decode([i]) for i in range(vocab)]
     joins = any(len(text) > 1 and text[0] == " " and text[1] != " " for text in texts)
     return np.array([text.startswith(" ") for text in texts]) if joins else None
@@ -120,11 +120,11 @@ def generate(
 
     Args:
         model: a model, in the type to compute in.
-        prompts: tokens, as many in each, at least one.
+        prompts: tokens, the same number in each, at least one.
         new_tokens: how many tokens are made.
         sampling: how each is chosen; the padding of a vocabulary never is.
         key: of the choices.
-        stop: after this token a row holds only it; generation ends where all rows do.
+        stop: after this token a row holds nothing else; generation ends when all rows have it.
         first: the tokens that may come first, `bool_["vocab"]`; None allows all.
 
     Returns:
@@ -165,7 +165,7 @@ def generate(
 
 
 def _layout(layout: Layout | None, batch: int, layers: str) -> Layout | None:
-    """The layout without slices of positions, which come one by one, of layers, and of a batch that does not divide."""
+    """The layout without slices of positions (they come one by one), of layers, or of a batch that does not divide."""
     if layout is None:
         return None
     divides = [
@@ -220,10 +220,10 @@ def _prefill(model: LanguageModel, tokens: NamedArray, total: int):
 
 
 def _decode(model: LanguageModel, token: NamedArray, at: jax.Array, cache):
-    """The hidden state of one position, which is at `at`, and the cache with it."""
+    """The hidden state of the position `at`, and the cache with it."""
 
     def attention(kept, q, k, v, *, segment_ids=None, save_name=None, **options):
-        # A block of several layers has a pair of each: the first is the next one's, and goes to the end.
+        # A block of several layers keeps a pair for each. The next layer's is first, and goes to the end.
         own = [_written(held, x, at) for held, x in zip(kept[:2], (k, v), strict=True)]
         kept[:] = [*kept[2:], *own]
         return attend_cached(q, *own, at + 1, **options)
@@ -237,7 +237,7 @@ def _stacks(model: LanguageModel) -> list[Stacked]:
 
 
 def _through(model: LanguageModel, tokens: NamedArray, positions, caches, attention):
-    """Tokens through the model, where attention is another function; also what that left for each layer of each stack.
+    """The model's hidden states with another attention function, and what that left for each layer of each stack.
 
     `attention(kept, q, k, v, ...)` finds a layer's part of the cache in the list `kept` and leaves its part there.
     """
@@ -270,7 +270,7 @@ def _written(cache: NamedArray, x: NamedArray, at) -> NamedArray:
 
 
 def _choose(model: LanguageModel, hidden: NamedArray, key, sampling: Sampling, allowed=None) -> jax.Array:
-    """`i32["batch"]`, the next tokens, the same on every device; of those that are `allowed`, if that is given."""
+    """`i32["batch"]`, the next tokens, the same on every device; from those that are `allowed`, if given."""
     logits = einsum(
         "batch embed, vocab embed -> batch vocab", hidden, model.unembedding, preferred_element_type=jnp.float32
     )
@@ -303,7 +303,7 @@ def choose(logits: jax.Array, key, sampling: Sampling) -> jax.Array:
         falling = jnp.sort(logits, axis=-1, descending=True)
         shares = jax.nn.softmax(falling, axis=-1)
         before = jnp.cumsum(shares, axis=-1) - shares
-        kept = before < sampling.top_p  # the one that passes the mark is still kept, so one always is
+        kept = before < sampling.top_p  # the one that crosses the limit is kept too, so there is always one
         least = jnp.min(jnp.where(kept, falling, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return jax.random.categorical(key, logits).astype(jnp.int32)

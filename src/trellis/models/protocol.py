@@ -9,9 +9,9 @@ from trellis import Keep, NamedArray, Stacked
 
 
 class Measured(Protocol):
-    """What a model measured of a batch besides its hidden states: a tree of sums over the tokens that count.
+    """What a model measures of a batch besides its hidden states: a tree of sums over the tokens that count.
 
-    Those of parts of a batch add up to those of the batch.
+    The sums of a batch's parts add up to those of the batch.
     """
 
     @property
@@ -20,10 +20,10 @@ class Measured(Protocol):
 
     @property
     def ahead(self) -> Any:
-        """Of a model that looks ahead: what the losses of a batch's parts depend on, once it is added up."""
+        """For a model that looks ahead: what the losses of a batch's parts depend on, once it is added up."""
 
     def metrics(self, tokens: jax.Array) -> dict[str, jax.Array]:
-        """What is reported of a step, float32 scalars.
+        """What is reported for a step: float32 scalars.
 
         Args:
             tokens: how many tokens were counted.
@@ -69,7 +69,7 @@ class FamilyConfig(Protocol):
     Attributes:
         family: the tag, as in `family: llama` of a run's file.
         vocab, embed, layers, heads, kv_heads, head_dim, mlp: sizes.
-        experts, experts_per_token: 1 of a model without a mixture of experts.
+        experts, experts_per_token: 1 for a model without a mixture of experts.
         positions: the longest sequence; None for any.
         tie_embeddings: whether the unembedding is the embedding.
     """
@@ -92,7 +92,7 @@ class FamilyConfig(Protocol):
 
 
 def stacked(config: FamilyConfig) -> int:
-    """How many blocks a model's stack has, which the stages of a pipeline share: its layers, unless its family says
+    """How many blocks a model's stack has for the stages of a pipeline to share: its layers, unless its family says
     otherwise in `stacked`."""
     return getattr(config, "stacked", config.layers)
 
@@ -103,7 +103,7 @@ def windows(config: FamilyConfig) -> Sequence[int | None]:
 
 
 def value_dim(config: FamilyConfig) -> int:
-    """How wide a head's values are: as its queries, unless its family says otherwise in `value_dim`."""
+    """How wide a head's values are: as wide as its queries, unless its family says otherwise in `value_dim`."""
     return getattr(config, "value_dim", config.head_dim)
 
 
@@ -112,7 +112,7 @@ class LanguageModel(Protocol):
 
     Attributes:
         config: what defines it.
-        first_layers: blocks of another kind before the others, as a stack under a name of its own; None without.
+        first_layers: a stack, under its own name, of blocks of another kind that come first; None without.
             `layer(x, *shared, attention=...)` is the stream after one of them.
         layers: its blocks. `layer(x, *each, *shared, attention=...)` is the stream after one of them.
         norm: of the stream after the last of them.
@@ -148,8 +148,8 @@ class LanguageModel(Protocol):
             positions: `i32["batch pos"]`, places within the document; 0, 1, ... if not given.
             policy: what each layer keeps for the backward pass.
             key: of dropout; None for none.
-            counted: `f32["batch pos"]`, what each token counts in what is measured; all 1 if not given.
-            ahead: the sum of `measured.ahead` over the whole batch, where this is a part of it and the model looks
+            counted: `f32["batch pos"]`, how much each token counts in what is measured; all 1 if not given.
+            ahead: the sum of `measured.ahead` over the whole batch, if this is a part of it and the model looks
                 ahead.
 
         Raises:

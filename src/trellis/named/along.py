@@ -1,6 +1,6 @@
-"""Functions along a name, which keep it: cumulative sums, sorting, softmax.
+"""Functions along a name that keep it: cumulative sums, sorting, softmax.
 
-JAX refuses most of them, or their gradients, on a sliced dimension: that one is gathered first, and the ledger shows
+JAX refuses most of them, or their gradients, on a sliced dimension, which is therefore gathered first; the ledger shows
 it. `softmax` and `log_softmax` run on slices.
 """
 
@@ -22,15 +22,15 @@ from trellis.notation.state import state_of
 
 
 def lift_along(fn: Callable, *, name: str | None = None, gather: bool = True) -> Callable[..., NamedArray]:
-    """Makes a function along one dimension, `fn(array, axis=...)`, one along a name.
+    """Turns a function along one dimension, `fn(array, axis=...)`, into one along a name.
 
     Args:
         fn: gives an array of the same shape.
         name: what errors call it.
-        gather: JAX refuses it on a sliced dimension, so that one axis is gathered first.
+        gather: whether a sliced dimension is gathered first, since JAX refuses it there.
 
     Raises:
-        NamesError: of what it is made, JAX's types do not know how its result lies, of an array in slices.
+        NamesError: JAX's types do not know how the function's result is sliced, for an array in slices.
     """
 
     @functools.wraps(fn)
@@ -47,7 +47,7 @@ def apply_along(
     """Applies a function of arrays along a name.
 
     Args:
-        local: each device runs the slices that it has of the other dimensions, where JAX refuses a gradient on them.
+        local: whether each device runs its own slices of the other dimensions, since JAX refuses a gradient on them.
 
     Raises:
         NamesError: the name is absent, or sliced in manual mode or under a strict layout.
@@ -60,8 +60,8 @@ def apply_along(
         x = whole(x, (along,), what)
     run = functools.partial(fn, axis=x.index(along), **kwargs)
     if gather and state_of(x.array).mode == "auto":
-        # XLA ends some of these on slices in an error of its own, as derivatives of a cumulative product, in which
-        # what comes from behind is sliced too.
+        # On slices XLA ends some of these with an error of its own, such as derivatives of a cumulative product, in
+        # which what comes from behind is sliced too.
         spec = jax.P(*(None if n == along else jax.P.UNCONSTRAINED for n in x.names))
         here = jax.NamedSharding(jax.typeof(x.array).sharding.mesh, spec)
         with dtypes_of_jax((x,), what):
@@ -112,7 +112,7 @@ def _reversible(fn: Callable, reverse: bool) -> Callable:
 
 
 def sort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
-    """The values in order along a name.
+    """The values sorted along a name.
 
     Names: those of `x`.
     Gradient: back to where each value came from; an all-gather where the name is sliced.
@@ -128,10 +128,10 @@ def _sorted(descending: bool, a, axis: int):
 
 @_sorted.defjvp
 def _sorted_jvp(descending: bool, axis: int, values, changes):
-    """JAX's own is not to be had in a mapped function over slices.
+    """The derivative: JAX's own fails in a mapped function over slices.
 
-    Values are sorted again, not taken from their places: within what is compiled or kept for a backward pass, JAX
-    (0.10.2) takes a mapped dimension of a rule's value to be where it is in the function's.
+    Values are sorted again, not taken from their places: in what is compiled or kept for a backward pass, JAX (0.10.2)
+    assumes a mapped dimension of a rule's value to be where it is in the function's.
     """
     (a,), (change,) = values, changes
     places = jnp.argsort(a, axis=axis, descending=descending)
@@ -140,7 +140,7 @@ def _sorted_jvp(descending: bool, axis: int, values, changes):
 
 
 def argsort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
-    """The positions along a name that put it in order; equal values keep theirs.
+    """The positions along a name that sort it; equal values keep their order.
 
     Names: those of `x`.
     Gradient: none; the result is positions.
@@ -160,7 +160,7 @@ def flip(x: NamedArray, along: Name) -> NamedArray:
 
 
 def softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) -> NamedArray:
-    """`exp(x)` over its sum over names.
+    """`exp(x)` divided by its sum over names.
 
     Names: those of `x`.
     Gradient: elementwise, less a sum over the names; an all-reduce where one of them is sliced.
@@ -175,7 +175,7 @@ def softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) -> N
 
 
 def log_softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) -> NamedArray:
-    """The logarithm of `softmax`; with a mask, minus infinity where that leaves a value out.
+    """The logarithm of `softmax`; with a mask, minus infinity where it leaves a value out.
 
     Names: those of `x`.
     Gradient: elementwise, less a sum over the names; an all-reduce where one of them is sliced.

@@ -1,4 +1,4 @@
-"""What operations by name ask of arguments that are no arrays: texts, counts, several names, functions."""
+"""What operations by name require of arguments that are not arrays: texts, counts, several names, functions."""
 
 import contextlib
 import operator
@@ -14,7 +14,7 @@ from trellis.notation import typeof
 
 
 def text_of(value: Any, what: str, fix: str) -> str:
-    """An argument that is a text.
+    """Takes only a text.
 
     Raises:
         NamesError: it is none, as where an array stands in its place.
@@ -25,7 +25,7 @@ def text_of(value: Any, what: str, fix: str) -> str:
 
 
 def count_of(value: Any, what: str, fix: str) -> int:
-    """An argument that is a whole number.
+    """Takes only a whole number.
 
     Raises:
         NamesError: it is none, or one that is not known while the program is traced.
@@ -48,7 +48,7 @@ _OF_A_DTYPE = re.compile(f"{_WORDS}(?:{_REFUSALS}){_WORDS}")
 
 @contextlib.contextmanager
 def dtypes_of_jax(args, what: str) -> Generator[None]:
-    """Says what JAX's own operation says of a dtype that it does not take.
+    """Puts the refusal of a dtype by JAX's own operation into our words.
 
     Raises:
         NamesError: it takes none of that dtype.
@@ -66,7 +66,7 @@ def dtypes_of_jax(args, what: str) -> Generator[None]:
 
 @contextlib.contextmanager
 def slices_of_jax(args, what: str) -> Generator[None]:
-    """Says what JAX says of a user's function whose results it cannot place, given arrays in slices.
+    """Puts into our words that JAX cannot place the results of a user's function of sliced arrays.
 
     Raises:
         NamesError: JAX's types refuse the function.
@@ -86,8 +86,8 @@ def slices_of_jax(args, what: str) -> Generator[None]:
 
 
 def ordered(x: Any, what: str) -> None:
-    """An argument whose values are larger and smaller than others. JAX orders complex numbers by their real parts
-    first, where one device has them all; XLA has no such reduction over devices.
+    """Refuses an argument whose values have no order. JAX orders complex numbers by their real parts first, if one
+    device has them all; XLA has no such reduction over devices.
 
     Raises:
         NamesError: it is of complex numbers.
@@ -97,7 +97,7 @@ def ordered(x: Any, what: str) -> None:
 
 
 def mapping_of(value: Any, what: str, fix: str) -> Mapping:
-    """An argument that is a dict.
+    """Takes only a dict.
 
     Raises:
         NamesError: it is none.
@@ -108,7 +108,7 @@ def mapping_of(value: Any, what: str, fix: str) -> Mapping:
 
 
 def names_of(value: Any, what: str, fix: str) -> list:
-    """An argument that is a name, names in a text, or several names; what they are is not looked at.
+    """Takes a name, names in a text, or several names, as a list; their form is not checked.
 
     Raises:
         NamesError: it is none of these.
@@ -123,7 +123,7 @@ def names_of(value: Any, what: str, fix: str) -> list:
 
 
 def function_of(value: Any, what: str, fix: str):
-    """An argument that is a function.
+    """Takes only a function.
 
     Raises:
         NamesError: it is none.
@@ -134,7 +134,7 @@ def function_of(value: Any, what: str, fix: str):
 
 
 def dtype_of(value: Any, what: str):
-    """An argument that is a dtype which arrays of JAX have.
+    """Takes only a dtype that JAX's arrays have.
 
     Raises:
         NamesError: it is none.

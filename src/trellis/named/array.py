@@ -267,8 +267,8 @@ def named(array, names: Names) -> NamedArray:
 
 
 def _refuse_unknown_order(array, names: tuple[str, ...]) -> None:
-    """Refuses an array whose order of positions is unknown, where they are dealt out over devices (`Layout.dealt`): JAX
-    makes arrays in natural order; those taken out of named arrays are not in it. The latter are slices; a whole one may
+    """Refuses an array whose order of positions is unknown, where they are dealt out (`Layout.dealt`). An array that
+    JAX made is in natural order; one taken out of a named array is dealt out. The latter is in slices; a whole one may
     be either.
 
     Raises:

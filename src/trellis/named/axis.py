@@ -84,7 +84,7 @@ def axes_of(axes: Axes, what: str = "an operation") -> tuple[Axis, ...]:
 
 
 def _plain(size):
-    """A size that is none of a part, and no scalar of NumPy's: what is wrong with others is said where it is used."""
+    """A size as a plain int, if it is a part's or a scalar of NumPy's; others are checked where they are used."""
     return operator.index(size) if hasattr(size, "__index__") else size
 
 

@@ -1,10 +1,9 @@
-"""What one platform's compiler wants, behind one small interface; the algebra is the same everywhere.
+"""What each platform's compiler wants, behind one small interface; the algebra is the same everywhere.
 
-`product`, `broadcast`, `rounded_once`, `by_itself`, `loop_over` and `written_out` are what `contract`, `elementwise`,
-gates and loops call for. On accelerators they are plain JAX. On a CPU they are written so that XLA's CPU compiler
-makes fast programs; each says what it found there. Layers ask `on_accelerator`, `fences_gradients`, `made_again`,
-`swaps_by_product` and `multiplies_blocks`, reductions `loses_nan`, and which kernel a platform has is said where
-kernels are chosen.
+`contract`, `elementwise`, gates and loops call `product`, `broadcast`, `rounded_once`, `by_itself`, `loop_over` and
+`written_out`. On accelerators these are plain JAX. On a CPU they are written so that XLA's CPU compiler makes fast
+programs; each one says why. Layers ask `on_accelerator`, `fences_gradients`, `made_again`, `swaps_by_product` and
+`multiplies_blocks`; reductions ask `loses_nan`. Which kernel a platform has is decided where kernels are chosen.
 """
 
 import functools
@@ -73,23 +72,23 @@ def on_accelerator(a: jax.Array) -> bool:
 
 
 def fences_gradients(a: jax.Array) -> bool:
-    """Whether elementwise gradients that several products read are to be made once, before these.
+    """Whether elementwise gradients that several products read are to be computed once, before them.
 
-    The compilers for TPUs and CPUs would make them anew inside each of the products.
+    The compilers for TPUs and CPUs would compute them anew inside each product.
     """
     return platform_of(a) in ("tpu", "cpu")
 
 
 def made_again(kept):
-    """Values from which a backward pass makes others again.
+    """Values from which a backward pass computes others again.
 
-    XLA's CPU compiler would take these from the forward pass, and so keep them; a fence hides that they are the same.
+    XLA's CPU compiler would take those from the forward pass, and so keep them; a fence hides that they are the same.
     """
     return lax.optimization_barrier(kept) if platform_of(jax.tree.leaves(kept)[0]) == "cpu" else kept
 
 
 def swaps_by_product(a: jax.Array) -> bool:
-    """Whether elements of a short dimension change places by a product with a permutation, exact in every dtype.
+    """Whether to swap elements of a short dimension by a product with a permutation, exact in every dtype.
 
     Slicing a dimension of 64 or 128 lanes is slow on TPUs.
     """
@@ -100,8 +99,8 @@ RAGGED = ("tpu", "cuda")  # platforms whose devices can send each other slices o
 
 
 def loses_nan(a: jax.Array, dims: tuple[int, ...]) -> bool:
-    """Whether the largest of these floats over dimensions may not be NaN where one is: of what all devices have XLA's
-    all-reduce on CPUs, and NCCL's, give the largest that is a number. A TPU's does not."""
+    """Whether the largest of these floats over dimensions may miss a NaN: over devices, XLA's all-reduce on CPUs and
+    NCCL's give the largest that is a number. A TPU's does not."""
     state = state_of(a)
     over_devices = state.mode == "auto" or any(state.axes[d] for d in dims)
     return over_devices and jnp.issubdtype(a.dtype, jnp.floating) and platform_of(a) != "tpu"
@@ -122,10 +121,10 @@ def has_block_units(device_kind: str) -> bool:
 
 
 def rounded_once(fn: Callable) -> Callable:
-    """A function that, of bfloat16 arrays on a CPU, computes in float32 and rounds its result, or results.
+    """A function that, for bfloat16 arrays on a CPU, computes in float32 and rounds its result, or results.
 
-    XLA's CPU compiler rounds after every operation that a GELU, say, consists of: a fifth of the time of a step of a
-    small GPT-2, and less exact.
+    XLA's CPU compiler rounds after every operation inside a GELU, say. That takes a fifth of a small GPT-2's step, and
+    is less exact.
     """
 
     @functools.wraps(fn)
@@ -144,10 +143,10 @@ def sums_wide(a: jax.Array, shape: tuple[int, ...]) -> bool:
 
 
 def broadcast(a: jax.Array, shape: tuple[int, ...], spec=None) -> jax.Array:
-    """The array broadcast to a shape of as many dimensions.
+    """The array broadcast to a shape with as many dimensions.
 
-    In bfloat16 on a CPU it goes through float32, which changes nothing but that its gradient is summed there: of a
-    bfloat16 sum XLA's CPU compiler makes a loop ten times as slow.
+    In bfloat16 on a CPU it goes through float32, only so that its gradient is summed in it: XLA's CPU compiler turns a
+    bfloat16 sum into a loop ten times as slow.
     """
     wide = a.astype(jnp.float32) if sums_wide(a, shape) else a
     sharding = None if spec is None else sharding_on(a, spec)
@@ -157,10 +156,10 @@ def broadcast(a: jax.Array, shape: tuple[int, ...], spec=None) -> jax.Array:
 def product(a: jax.Array, b: jax.Array, numbers, *, preferred_element_type=None, spec=None) -> jax.Array:
     """`jax.lax.dot_general`; on a CPU, products without batch dimensions are `cpu_dot` and get another gradient.
 
-    The gradient of `x @ w` with respect to `w` sums over the long dimension. As JAX writes it, it is `(d^T x)^T`,
-    which XLA's CPU compiler turns into a transposed copy of `d`, made by running whatever elementwise program computes
-    `d` (a GELU's derivative, say) once per element in strided order: as slow as the product itself. Here `d` is settled
-    first, `x` or `d` is copied transposed, whichever is less to copy, and the product is an ordinary one.
+    The gradient of `x @ w` with respect to `w` sums over the long dimension. As JAX writes it, it is `(d^T x)^T`, which
+    XLA's CPU compiler turns into a transposed copy of `d`, made by running whatever elementwise program computes `d` (a
+    GELU's derivative, say) once per element in strided order: as slow as the product itself. Here `d` is computed
+    first, `x` or `d` is copied transposed, whichever costs less, and the product is an ordinary one.
 
     Args:
         a, b: plain arrays.
@@ -190,9 +189,9 @@ def product(a: jax.Array, b: jax.Array, numbers, *, preferred_element_type=None,
 def cpu_dot(a: jax.Array, b: jax.Array, numbers, *, spec=None) -> jax.Array:
     """A product in the type of its operands that sums in float32.
 
-    Of a bfloat16 result XLA's CPU compiler makes a float32 product of operands that it converts first; only a float32
-    result reaches the processor's bfloat16 instructions, at twice the speed. So the result is made in float32 and
-    rounded afterwards, which is the same number.
+    For a bfloat16 result XLA's CPU compiler converts the operands and makes a float32 product; only a float32 result
+    reaches the processor's bfloat16 instructions, at twice the speed. So the result is made in float32 and rounded
+    afterwards, which gives the same number.
 
     Args:
         a, b: plain arrays of one type.
@@ -205,13 +204,13 @@ def cpu_dot(a: jax.Array, b: jax.Array, numbers, *, spec=None) -> jax.Array:
 
 
 def copied_turned(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    """The array with its dimensions in another order, made and copied by itself.
+    """The array with its dimensions in another order, computed and copied by itself.
 
-    A copy alone takes XLA's CPU compiler a cycle an element. Within the operation that makes the array it is one
-    element after the other, 4 KiB apart: five to nine cycles each, also where the array is there already, since XLA
-    makes it again. A barrier is gone before operations are fused; a call that is not to be inlined is not. The layout
-    is said inside of it where the array is one device's: else XLA leaves the array as it is there and copies it
-    outside, at half of the speed; an array that XLA slices it would gather first (JAX 0.10.2). Partial sums get the
+    A copy alone takes XLA's CPU compiler a cycle an element. Inside the operation that makes the array it copies one
+    element after the other, 4 KiB apart, in five to nine cycles each, even if the array exists already, since XLA makes
+    it again. A barrier is gone before operations are fused; a call that is not inlined remains. If the array is one
+    device's, the layout is stated inside the call: else XLA leaves the array as it is there and copies it outside, at
+    half the speed. With that, XLA would first gather an array that it slices (JAX 0.10.2). Partial sums get the
     barrier.
     """
     if not _can_be_called(x):
@@ -221,10 +220,10 @@ def copied_turned(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
 
 
 def by_itself(fn: Callable) -> Callable:
-    """A function that a CPU computes apart from everything else, of arrays that it finds in memory.
+    """A function that a CPU computes apart from everything else, from arrays in memory.
 
-    What two results have in common and is as dear as an exponential XLA's CPU compiler writes to memory and reads for
-    each of them, which takes longer than to make it twice. Accelerators get the function as it is.
+    If two results share something as costly as an exponential, XLA's CPU compiler writes it to memory and reads it for
+    each of them, which takes longer than computing it twice. Accelerators get the function as it is.
     """
     called = jax.jit(fn)
 
@@ -239,16 +238,15 @@ def by_itself(fn: Callable) -> Callable:
 
 
 def _can_be_called(x: jax.Array) -> bool:
-    """Whether an array may go through a call that is not to be inlined: partial sums are summed again there (JAX
-    0.10.2)."""
+    """Whether an array may go through a call that is not inlined: partial sums are summed again there (JAX 0.10.2)."""
     state = state_of(x)
     return not (on_accelerator(x) or state.pending or state.copied)
 
 
 def _is_one_devices(x: jax.Array) -> bool:
-    """Whether XLA's partitioner leaves an array as it is: no mesh axis is the compiler's to slice along."""
+    """Whether XLA's partitioner leaves an array as it is: the compiler may slice it along no mesh axis."""
     mesh = mesh_of(x)
-    if mesh is None:  # shardings may be given to `jax.jit` alone
+    if mesh is None:  # shardings may be given only to `jax.jit`
         return jax.device_count() == 1
     manual = jax.sharding.AxisType.Manual
     return all(kind == manual or size == 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
@@ -299,7 +297,7 @@ def _gradient_a(a, b, d, summed: Dims):
         or any((*(sliced[0][i] for i in summed[0]), *sliced[1], *sliced[2][rows:]))
     ):
         return _dot(d, b, tuple(range(rows, d.ndim)), b_free, like=a, made=made)
-    # Of a weight with more than two dimensions XLA's CPU compiler makes a transposed copy before it multiplies.
+    # XLA's CPU compiler makes a transposed copy of a weight with more than two dimensions before it multiplies.
     matrix = _reshaped(b, (math.prod(b.shape[:first]), math.prod(b.shape[first:])), kept=0)
     flat = _reshaped(d, (*d.shape[:rows], matrix.shape[1]), kept=rows)
     state, spec = state_of(a), None
@@ -316,7 +314,7 @@ def _gradient_b(a, b, d, summed: Dims):
     to_b = dict(zip(*summed, strict=True))
     if tuned().turned == "none":
         return _dot(a, d, a_free, rows, like=b, made=tuple(to_b[i] for i in sorted(summed[0])) + b_free)
-    # Where `d` is turned, the gradient comes out turned: it is copied, and read in strided order where it is added.
+    # If `d` is turned, the gradient comes out turned: it is copied, and read in strided order where it is added.
     if a.size <= d.size + 4 * _size(a, summed[0]) * _size(d, columns):
         turned = copied_turned(a, summed[0] + a_free)
         return _dot(turned, d, _last(turned, rows), rows, like=b, made=summed[1] + b_free)
@@ -338,7 +336,7 @@ def _reshaped(x, shape: tuple[int, ...], *, kept: int):
     state = state_of(x)
     if state.mode != "explicit":
         return x.reshape(shape)
-    # Said, because JAX 0.10.2 does not infer it for what is copied or pending.
+    # Stated, because JAX 0.10.2 does not infer it for copies and pending sums.
     axes = [*state.axes[:kept], *[()] * (len(shape) - kept)]
     return lax.reshape(x, shape, out_sharding=sharding_on(x, spec_of(axes, state.pending, state.copied)))
 
@@ -354,12 +352,12 @@ def _dot(x, y, x_dims, y_dims, *, like, made: tuple[int, ...]):
     order = [made.index(i) for i in range(like.ndim)]
     if state.mode != "explicit":
         return _ordered(cpu_dot(x, y, numbers), order)
-    # What was copied (`~`) gets its gradient as a pending sum, and the other way round.
+    # Copies (`~`) get their gradient as a pending sum, and the other way round.
     spec = spec_of([state.axes[i] for i in made], state.copied, state.pending)
     return _ordered(cpu_dot(x, y, numbers, spec=spec), order)
 
 
 def _ordered(product, order: list[int]):
-    """A product with its dimensions in another order, copied: XLA would make a product of turned operands of it again,
-    with the sum over the first dimension of the left one, at a third of the speed."""
+    """A product with its dimensions in another order, copied: else XLA would turn the operands again, and sum over the
+    first dimension of the left one, at a third of the speed."""
     return product if order == sorted(order) else copied_turned(product, tuple(order))

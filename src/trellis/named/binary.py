@@ -1,7 +1,7 @@
 """Elementwise functions of two arrays: those of `jax.numpy`, by name.
 
-They broadcast where one operand's names contain the other's (`outer` asks for all combinations), bring both operands
-to where the layout has the result's names, and refuse partial sums. Numbers and plain scalars are taken, too.
+They broadcast if one operand's names contain the other's (`outer` asks for all combinations), move both operands to
+where the layout has the result's names, and refuse partial sums. Numbers and plain scalars are taken, too.
 """
 
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def bitwise_and(x, y) -> NamedArray:
 
 
 def bitwise_or(x, y) -> NamedArray:
-    """The bits that one has or the other.
+    """The bits that either of the two has.
 
     Names: those of the operand that has all of them.
     Gradient: none; whole numbers have none.
@@ -41,7 +41,7 @@ def bitwise_or(x, y) -> NamedArray:
 
 
 def bitwise_xor(x, y) -> NamedArray:
-    """The bits that one of the two has.
+    """The bits that only one of the two has.
 
     Names: those of the operand that has all of them.
     Gradient: none; whole numbers have none.
@@ -91,7 +91,7 @@ def floor_divide(x, y) -> NamedArray:
 
 
 def fmax(x, y) -> NamedArray:
-    """The larger one; where one is NaN, the other.
+    """The larger one; if one is NaN, the other.
 
     Names: those of the operand that has all of them.
     Gradient: elementwise; a reduce-scatter for an operand that was gathered, an all-reduce for one that was whole.
@@ -101,7 +101,7 @@ def fmax(x, y) -> NamedArray:
 
 
 def fmin(x, y) -> NamedArray:
-    """The smaller one; where one is NaN, the other.
+    """The smaller one; if one is NaN, the other.
 
     Names: those of the operand that has all of them.
     Gradient: elementwise; a reduce-scatter for an operand that was gathered, an all-reduce for one that was whole.
@@ -243,7 +243,7 @@ def logical_and(x, y) -> NamedArray:
 
 
 def logical_or(x, y) -> NamedArray:
-    """Whether one is true.
+    """Whether either is true.
 
     Names: those of the operand that has all of them.
     Gradient: none; the result is bools.
@@ -253,7 +253,7 @@ def logical_or(x, y) -> NamedArray:
 
 
 def logical_xor(x, y) -> NamedArray:
-    """Whether one of the two is true.
+    """Whether only one of the two is true.
 
     Names: those of the operand that has all of them.
     Gradient: none; the result is bools.

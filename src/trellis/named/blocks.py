@@ -2,8 +2,8 @@
 
 MXFP8 is e4m3 in blocks of 32, whose scale is a power of two in eight bits (e8m0). NVFP4 is e2m1 in blocks of 16, whose
 scale is e4m3, beside one float32 scale of the whole array. Scales are an array of their own: beside
-`f8_e4m3fn[layers embed mlp]` lies `f8_e8m0fnu[layers embed mlp_block]`, sliced as the numbers are. A block lies on one
-device, so that nothing moves and the numbers do not depend on the mesh.
+`f8_e4m3fn[layers embed mlp]` lies `f8_e8m0fnu[layers embed mlp_block]`, sliced as the numbers are. A block is on one
+device, so nothing moves and the numbers do not depend on the mesh.
 
 Sources: Rouhani et al., 2023, arXiv:2310.10537, and the OCP Microscaling Formats specification 1.0. Powers of two are
 rounded up, so that no number is clipped (Mishra et al., 2025, arXiv:2506.08027). NVFP4: NVIDIA, 2025, arXiv:2509.25149.
@@ -28,12 +28,12 @@ from trellis.notation.state import sharding_on, state_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Format:
-    """What numbers in blocks are.
+    """A format of numbers in blocks.
 
     Attributes:
         element: the type of a number.
         scale: the type of a block's scale.
-        block: how many numbers have one, where as many lie along an axis.
+        block: how many numbers share one, if an axis has as many.
     """
 
     element: Any
@@ -47,7 +47,7 @@ class Format:
 
     @property
     def has_whole(self) -> bool:
-        """Whether the array has a scale besides, which brings those of its blocks into their range."""
+        """Whether the array has a scale, too, which brings those of its blocks into their range."""
         return self.scale != jnp.float8_e8m0fnu
 
 
@@ -62,7 +62,7 @@ class Blocks:
 
     Attributes:
         values: the numbers in eight bits, in the array's shape.
-        scales: a power of two for each block; along dimensions with blocks as many as there are of them.
+        scales: a power of two for each block; a dimension in blocks has one for each of them.
     """
 
     values: Any
@@ -84,7 +84,7 @@ def block_of(length: int, most: int = MXFP8.block) -> int:
 
 
 def cut_by(array: jax.Array, dim: int, form: Format = MXFP8) -> int:
-    """How many slices a dimension has where they would cut blocks; 0 where blocks are whole."""
+    """How many slices a dimension has if they would cut blocks; 0 if blocks are whole."""
     state = state_of(array)
     if state.mode != "explicit":
         return 0
@@ -102,8 +102,8 @@ def in_blocks(x: Any, dim: int, *, key: jax.Array | None = None, squares: bool =
         key: rounds at random, so that the mean is the number; None rounds to the nearest. What is drawn for an element
             depends on its place in the whole array, so it is the same on every mesh.
         squares: `x` holds squares of what is to be kept. The roots are kept, which have twice the range, and rounded so
-            that the mean of their squares is `x`; none but zero becomes zero. Needs a key. With the same key as for
-            another array, other bits are drawn: a compiler draws once for both.
+            that the mean of their squares is `x`; only zero becomes zero. Needs a key. With the key of another array
+            (without `squares`), other bits of the same draw are used: a compiler draws once for both.
     """
     array = x.array if is_named(x) else x
     chance = None
@@ -117,7 +117,7 @@ def in_blocks(x: Any, dim: int, *, key: jax.Array | None = None, squares: bool =
 
 
 def named_scales(scales: jax.Array, names: tuple[str, ...], dims: tuple[int, ...]) -> NamedArray:
-    """Scales by name: `mlp_block` where blocks lie along `mlp`."""
+    """Scales by name: `mlp_block` if blocks lie along `mlp`."""
     return NamedArray(scales, tuple(f"{n}_block" if i in dims else n for i, n in enumerate(names)))
 
 
@@ -131,7 +131,7 @@ def blocked(
     hadamard: bool = False,
     widened: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """A plain array in blocks along dimensions, all of whose numbers share a scale.
+    """A plain array in blocks along dimensions; a block's numbers share a scale.
 
     Args:
         array: of floats.
@@ -181,14 +181,14 @@ def opened(values: jax.Array, scales: jax.Array, dtype=jnp.float32) -> jax.Array
 
 
 def _power_of(largest: jax.Array, form: Format) -> jax.Array:
-    """The least power of two that brings numbers within the type's range; of zeros it is 1."""
+    """The least power of two that brings numbers within the type's range; 1 for zeros."""
     exponent = jnp.clip(exponent_of(largest / form.limit, up=True), -126, 127)
     power = power_of_two(jnp.where(largest > 0, exponent, 0))
     return jnp.where(jnp.isfinite(largest), power, jnp.nan)
 
 
 def _cut(array: jax.Array, blocks: dict[int, int]) -> jax.Array:
-    """Dimensions as two each: blocks, and places in a block. Slices stay with the blocks."""
+    """Splits dimensions in two: blocks, and places in a block. Slices stay with the blocks."""
     for dim in sorted(blocks, reverse=True):
         shape = (*array.shape[:dim], array.shape[dim] // blocks[dim], blocks[dim], *array.shape[dim + 1 :])
         array = _reshaped(array, shape, lambda axes, d=dim: (*axes[: d + 1], (), *axes[d + 1 :]))

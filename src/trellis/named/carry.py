@@ -1,4 +1,4 @@
-"""What a loop carries: it is given as it is taken, and lies where the body puts it."""
+"""What a loop carries: the body returns what it takes, and says where it is placed."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from trellis.notation.state import State, mode_of, state_of
 
 
 class Elsewhere(TypeMismatch):
-    """A body gives its carry the names and sizes that it takes, but elsewhere on the mesh: the loop starts there."""
+    """A body returns a carry with the right names and sizes, but elsewhere on the mesh: the loop starts there."""
 
     def __init__(self, message: str, body: Callable, states: list[State]):
         super().__init__(message)
@@ -32,7 +32,7 @@ class Elsewhere(TypeMismatch):
 
 
 def check_carry(before, after, where: str, body: Callable) -> None:
-    """A body gives what it takes, in a compiled loop and written out alike.
+    """Checks that a body gives what it takes, compiled or written out.
 
     Raises:
         TypeMismatch: the trees differ, or the names, sizes, dtype or sharding of a value.
@@ -70,11 +70,11 @@ def _alike(x, y) -> bool:
 
 
 def pinned(tree):
-    """The same values with their shardings written down once more, for the compiler; so are their gradients.
+    """The same values, and their gradients, with their shardings stated once more for the compiler.
 
-    Arguments of a loop's body carry no sharding in what JAX 0.10.2 to 0.12.0 hands to XLA. Where one is summed to
-    partial sums (the gradient of a bias on sliced positions) and gathered too, XLA gathers it first and then sums
-    whole values over devices: twice the gradient on two devices, without an error.
+    Arguments of a loop's body carry no sharding in what JAX 0.10.2 to 0.12.0 hands to XLA. If one is summed to partial
+    sums (the gradient of a bias on sliced positions) and gathered too, XLA gathers it first and then sums whole values
+    over devices: twice the gradient on two devices, without an error.
     """
 
     def pin(x):

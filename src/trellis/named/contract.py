@@ -1,4 +1,4 @@
-"""Products: `einsum`, `dot`, and `dot_each` for what feeds several."""
+"""Products: `einsum`, `dot`, and `dot_each` for several of one array."""
 
 import functools
 from collections.abc import Sequence
@@ -22,11 +22,9 @@ Words = tuple[str, ...]
 def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_element_type=None) -> NamedArray:
     """Sums of products by name: `einsum("batch pos embed, embed mlp -> batch pos mlp", x, w)`.
 
-    Names that stand on the left only are summed. `...` stands for the names
-    that are not written: on the left for those of that operand, on the right
-    for all of them, in front. The operands are moved as the layout
-    says; a sum over a sliced name leaves partial sums, which are settled to
-    the sharding that the layout gives the result.
+    Names that stand only on the left are summed. `...` stands for the names that are not written: on the left for those
+    of that operand, on the right for all of them, in front. The operands are moved as the layout says; a sum over a
+    sliced name leaves partial sums, which are settled to the sharding that the layout gives the result.
 
     Plain arrays in manual mode carry no names: there the text is the type, with
     mesh axes and states, `einsum("batch/d mlp/m, mlp/m embed -> batch/d embed +m", x, w)`.
@@ -109,8 +107,8 @@ def dot_each(
 ) -> tuple[NamedArray, ...]:
     """`dot` of one array with each of several: `q, k, v = dot_each(x, (w_q, w_k, w_v), over="embed")`.
 
-    What feeds several products is moved once for all of them, and its gradient is summed once: under tensor
-    parallelism one all-reduce instead of one for each product; under a layout with `overlap` one ring.
+    `x` is moved once for all products, and its gradient is summed once. Under tensor parallelism that is one all-reduce
+    instead of one for each product; under a layout with `overlap`, one ring.
 
     Names: those of each product, as in `dot`.
     Gradient: as `dot`; that of `x` is summed over the products first, so that it moves once.
@@ -148,7 +146,7 @@ def dot_each(
 
 
 def _alike(x: NamedArray, pairs: list[Pair]) -> list[list[int]]:
-    """The products for which `x` is moved to one place, together."""
+    """The products, grouped by where `x` moves for them."""
     groups: dict = {}
     for i, pair in enumerate(pairs):
         where = pair.where
@@ -158,7 +156,7 @@ def _alike(x: NamedArray, pairs: list[Pair]) -> list[list[int]]:
 
 
 def _overlapped(x: NamedArray, pairs: list[Pair], settle: bool):
-    """The products in rings where the layout asks for them; narrow ones are not cut."""
+    """The products in rings, if the layout asks for them; narrow ones are not cut."""
     return None if any(pair.mark for pair in pairs) else overlapped(x, pairs, settle=settle)
 
 
@@ -167,7 +165,7 @@ def _what(over) -> str:
 
 
 def _summed(arrays: list[NamedArray], over: Names) -> Words:
-    """The names that a `dot` sums, each of which is to be multiplied by something."""
+    """The names that a `dot` sums, checked to be shared by its operands."""
     asked = (over,) if isinstance(over, str | Axis) else tuple(over)
     words = tuple(n.name if isinstance(n, Axis) else n for n in asked)
     once(words, "dot")

@@ -1,4 +1,4 @@
-"""`while_loop` and `cond`: what is computed follows from values, on all devices alike."""
+"""`while_loop` and `cond`: values decide what is computed, on all devices alike."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,10 +18,10 @@ from trellis.notation.state import state_of
 
 
 def while_loop(cond_fun: Callable, body_fun: Callable, init):
-    """`jax.lax.while_loop` of a tree of named and plain arrays: the body, as long as the condition holds.
+    """`jax.lax.while_loop` of a tree of named and plain arrays: runs the body while the condition holds.
 
-    What is carried starts where the body puts it. A loop that ends by itself has no gradient backwards; one of a fixed
-    length has (`scan`, `fold`, with `where` for what is done already).
+    The carry starts with the sharding that the body gives it. A loop that ends by a condition has no reverse-mode
+    gradient; one of a fixed length has (`scan`, `fold`, with `where` for what is done).
 
     >>> from trellis.named import named
     >>> import jax.numpy as jnp
@@ -32,7 +32,7 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init):
     Args:
         cond_fun: takes what is carried, and gives one boolean: a named array without names, or a plain one.
         body_fun: gives what it takes, with the names, sizes and dtypes.
-        init: what is carried first.
+        init: the first carry.
 
     Raises:
         NamesError: the condition is no boolean, or more than one.
@@ -62,7 +62,7 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init):
 def cond(pred, true_fun: Callable, false_fun: Callable, *operands):
     """`jax.lax.cond` on named and plain arrays: one of two functions, by a boolean that is the same on all devices.
 
-    Both results lie where that of `true_fun` does, without partial sums and copies. To choose for each element, use
+    Both results are sharded as that of `true_fun` is, without partial sums and copies. To choose for each element, use
     `where`.
 
     >>> from trellis.named import named
@@ -73,8 +73,8 @@ def cond(pred, true_fun: Callable, false_fun: Callable, *operands):
 
     Args:
         pred: one boolean, a named array without names or a plain one.
-        true_fun: what is computed of the operands where it is true.
-        false_fun: what is where it is not, with results of the same names, sizes and dtypes.
+        true_fun: the function of the operands to run if it is true.
+        false_fun: the one to run if it is not, with results of the same names, sizes and dtypes.
         operands: trees of arrays.
 
     Raises:
@@ -84,7 +84,7 @@ def cond(pred, true_fun: Callable, false_fun: Callable, *operands):
     """
     for fn in (true_fun, false_fun):
         function_of(fn, "cond", "write cond(x.sum() > 0, lambda x: x, lambda x: -x, x)")
-    first: list[tuple] = []  # the structure of what the function that is traced first gives, and of what kind
+    first: list[tuple] = []  # the structure and kinds of the results of the function that is traced first
 
     def branch(fn: Callable) -> Callable:
         def run(operands):
@@ -119,7 +119,7 @@ def _choice(pred, what: str):
 
 
 def _placed(x, axes):
-    """A result that lies so, without partial sums."""
+    """A result at these mesh axes, no partial sum."""
     array = x.array if is_named(x) else jnp.asarray(x)
     state = state_of(array)
     if state.mode == "explicit" and (state.axes != axes or state.pending):
@@ -128,7 +128,7 @@ def _placed(x, axes):
 
 
 class _Kind(NamedTuple):
-    """What both functions give alike, how it is written, and where it lies."""
+    """What both results have alike, the type as text, and the mesh axes."""
 
     alike: tuple
     text: str
@@ -142,7 +142,7 @@ def _kind(x) -> _Kind:
 
 
 def _like(leaves: list, structure, wanted, kinds: list[_Kind]) -> list:
-    """The results of one function, where those of the other lie.
+    """The results of one function, placed as the other's are.
 
     Raises:
         TypeMismatch: they are not of one structure, or not of the same names, sizes and dtypes.

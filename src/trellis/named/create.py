@@ -144,7 +144,7 @@ def one_hot(ids: NamedArray, axis: Axis, dtype=jnp.float32) -> NamedArray:
 
 
 def tril(x: NamedArray, row: Name, column: Name, k: int = 0) -> NamedArray:
-    """Keeps elements with `column <= row + k`, zeros the others (a causal mask, from ones).
+    """Keeps elements with `column <= row + k`, zeros the others (of ones, a causal mask).
 
     Names: those of `x`.
     Gradient: of what is kept; nothing moves.
@@ -191,7 +191,7 @@ def _range_like(x: NamedArray, name: Name) -> NamedArray:
 def from_numpy(array: np.ndarray, names: Names) -> NamedArray:
     """A host array put where the layout in force says, each device receiving only its part.
 
-    Its positions are in natural order, and are dealt out where the layout deals them out.
+    Its positions are in natural order, and are dealt out if the layout deals them out.
 
     Names: the given ones.
     Gradient: none.

@@ -1,6 +1,6 @@
 """Positions dealt out over the slices of a sequence, by name, under a layout that says so (`Layout.dealt`).
 
-Every array with the name `pos` has its positions in the order of `trellis.mesh.dealing` there.
+There every array with the name `pos` has its positions in the order of `trellis.mesh.dealing`.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +20,11 @@ from trellis.notation.state import state_of
 
 
 def in_order(function: Callable[[Any], Any], x: Any) -> Any:
-    """`function(x)` of all positions in their natural order, where they are dealt out; results are dealt out again.
+    """`function(x)` on all positions in natural order, if they are dealt out; results are dealt out again.
 
     Args:
-        function: may go by the order of `pos`, along which its arguments are whole. Of what it gives, arrays with the
-            name `pos` are dealt out, and lie where `x` does along the names that both have; others are left as they
-            are.
+        function: may go by the order of `pos`, along which its arguments are whole. Arrays in its result with the name
+            `pos` are dealt out, and placed as `x` is along the names that both have; others stay as they are.
         x: a named array with the name `pos`, or a tree in which some are.
 
     Raises:
@@ -52,7 +51,7 @@ def _has_positions(x) -> bool:
 
 
 def _natural(x, layout: Layout):
-    """The positions of an array that has some, whole and in natural order."""
+    """An array with its positions, if any, whole and in natural order."""
     if not _has_positions(x):
         return x
     x = _whole(x)

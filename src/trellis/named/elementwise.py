@@ -27,7 +27,7 @@ from trellis.notation.state import sharding_on, state_of
 
 
 def lift(fn: Callable, *, name: str | None = None) -> Callable[..., NamedArray]:
-    """Makes an elementwise function of arrays one of named arrays, broadcasting by name.
+    """Turns an elementwise function of arrays into one of named arrays, broadcasting by name.
 
     >>> from trellis.named import named
     >>> softplus = lift(jax.nn.softplus)
@@ -39,7 +39,7 @@ def lift(fn: Callable, *, name: str | None = None) -> Callable[..., NamedArray]:
         name: what errors call it.
 
     Raises:
-        NamesError: of what it is made, JAX's types do not know how its result lies, of an array in slices.
+        NamesError: JAX's types do not know how the function's result is sliced, for an array in slices.
     """
 
     @functools.wraps(fn)
@@ -98,7 +98,7 @@ def together(args, what: str):
 
 
 def _brought(operands: list[NamedArray], where) -> list[NamedArray]:
-    """The operands, placed; copies (`~`) that meet nothing but copies along the same mesh axes stay what they are."""
+    """The operands, placed; copies (`~`) that meet nothing but copies along the same mesh axes stay copies."""
     if where is None:
         return operands
     copied = state_of(operands[0].array).copied
@@ -109,7 +109,7 @@ def _brought(operands: list[NamedArray], where) -> list[NamedArray]:
 
 
 def _met(fn: Callable, arrays: list) -> Callable:
-    """The function as it is done to these operands: of copies (`~`), or of what the backend sums otherwise."""
+    """The function for these operands, which may be copies (`~`), or arrays that the backend sums otherwise."""
     plain = [a for a in arrays if hasattr(a, "ndim")]
     states = [state_of(a) for a in plain]
     copies = any(s.copied for s in states)
@@ -127,8 +127,8 @@ def _met(fn: Callable, arrays: list) -> Callable:
 def _broadcasting(fn: Callable, shape: tuple[int, ...], states: list) -> Callable:
     """The function, with some operands broadcast first.
 
-    Those are copies (`~`): JAX refuses them beside slices in an elementwise operation; broadcast to the slices of the
-    others they are slices too, and their gradient is a partial sum. And those that the backend sums differently. The
+    These are copies (`~`), and operands that the backend sums otherwise. JAX refuses copies beside slices in an
+    elementwise operation; broadcast to the others' slices they are slices too, and their gradient is a partial sum. The
     broadcast array is not kept for the backward pass.
     """
     axes = [max((s.axes[i] for s in states if s.axes), key=len) for i in range(len(shape))]
@@ -142,10 +142,10 @@ def _broadcasting(fn: Callable, shape: tuple[int, ...], states: list) -> Callabl
 
 
 def _of_copies(fn: Callable, arrays: list, copied: frozenset[str]) -> Callable:
-    """The function, where all arrays but numbers are copies (`~`) along these mesh axes.
+    """The function, if all arrays but numbers are copies (`~`) along these mesh axes.
 
-    The result is such copies, and the gradient stays a partial sum. JAX has few operations of partial sums, not even a
-    minus: so the derivative is computed of arrays that are no copies, and is a factor of what is one.
+    The result is copies too, and the gradient stays a partial sum. JAX has few operations on partial sums, not even a
+    minus. So the derivative is computed from arrays that are not copies, and is then just a factor.
     """
     plain = lambda a: place(a, state_of(a).axes) if isinstance(a, jax.Array) else a
     hold = lambda a: place(a, state_of(a).axes, (), copied)
@@ -180,9 +180,9 @@ def _with(fn: Callable, arrays: list, index: int, array):
 
 
 def outer(fn: Callable, *operands: NamedArray) -> NamedArray:
-    """An elementwise function of all combinations of its operands' positions.
+    """Applies an elementwise function to all combinations of operands' positions.
 
-    Operations broadcast on their own only where one operand's names contain the other's; this asks for the rest:
+    Operations broadcast on their own only if one operand's names contain the other's; this asks for the rest:
     `outer(greater_equal, arange(pos), arange(key_pos))` is a causal mask, `"pos key_pos"`. Products have `einsum`.
 
     Names: those of all operands, the first's first.
@@ -232,7 +232,7 @@ def subtract(x, y) -> NamedArray:
 
 
 def negative(x) -> NamedArray:
-    """`-x`; of partial sums, too.
+    """`-x`, also of partial sums.
 
     Names: those of `x`.
     Gradient: elementwise; nothing moves.
@@ -293,7 +293,7 @@ def where(condition, x, y) -> NamedArray:
 
 
 def astype(x, dtype) -> NamedArray:
-    """The same values in another dtype. Partial sums stay partial sums, in another float.
+    """The same values in another dtype. Partial sums stay partial sums in another float type.
 
     Names: those of `x`.
     Gradient: elementwise; nothing moves.
@@ -329,7 +329,7 @@ def _sum_of_pending(x, y, what: str):
 
 
 def _scaled(x, factor):
-    """A linear map of partial sums: the factor is held as copies, as the type system asks."""
+    """Partial sums times a factor, which is held as copies, as JAX's types require."""
     if getattr(factor, "ndim", 0) or _pending(factor):
         _refuse(x, "multiply of it with something else than a number")
     array, factor = _array(x), _array(factor)
@@ -339,7 +339,7 @@ def _scaled(x, factor):
         factor = jax.lax.pcast(factor, tuple(state.pending), to="reduced")
     else:
         copies = spec_of([], (), state.pending)
-        # Of a value its own mesh, not that of its type: the factor is put on its devices.
+        # For a value, its own mesh and not its type's: the factor is put on its devices.
         own = sharding_on(array, copies) if is_tracer(array) else jax.NamedSharding(array.sharding.mesh, copies)
         factor = jax.reshard(factor, own)
     return x.with_array(array * factor) if isinstance(x, NamedArray) else array * factor

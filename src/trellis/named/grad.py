@@ -16,7 +16,7 @@ _SLICES = re.compile(r"@(\([^)]*\)|\w+)")
 
 
 def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
-    """`jax.value_and_grad`, of a function whose value may be a named array without names, such as `loss.sum()`.
+    """`jax.value_and_grad` for a function whose value may be a named array without names, such as `loss.sum()`.
 
     Gradients of named arrays are named arrays.
 
@@ -66,7 +66,7 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
 
 
 def _raise_of_a_rule(error: Exception, name: str) -> None:
-    """Turns what JAX says of a backward rule whose gradient is not where its argument is into our words."""
+    """Puts JAX's error about a backward rule whose gradient is not where its argument is into our words."""
     found = re.search(r"rule produced an output of type (\S+) corresponding to an input of type (\S+)", str(error))
     given, wanted = found.groups() if found else ("", "")
     if given != wanted and _SLICES.sub("", given) == _SLICES.sub("", wanted):
@@ -78,7 +78,7 @@ def _raise_of_a_rule(error: Exception, name: str) -> None:
 
 
 def grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
-    """`jax.grad`, of a function whose value may be a named array without names (see `value_and_grad`)."""
+    """`jax.grad` for a function whose value may be a named array without names (see `value_and_grad`)."""
 
     def call(*args, **kwargs):
         value, gradients = value_and_grad(fn, argnums, has_aux)(*args, **kwargs)

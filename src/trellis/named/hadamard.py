@@ -1,7 +1,7 @@
-"""The random Hadamard transform of blocks of 16 numbers: what is large in one of them is spread over all.
+"""The random Hadamard transform of blocks of 16 numbers, which spreads a large one over its whole block.
 
-Two factors that are transformed along what is summed have the same product: the matrix is orthogonal. The signs are
-drawn once and for all. NVIDIA (2025, arXiv:2509.25149) transforms the factors of weights' gradients so.
+Two factors that are transformed along the summed dimension keep their product: the matrix is orthogonal. The signs are
+drawn once and for all. NVIDIA (2025, arXiv:2509.25149) does so with the factors of weights' gradients.
 """
 
 import jax

@@ -15,13 +15,13 @@ from trellis.named.selection import on_mesh, selection, selector
 def index(x: NamedArray, key) -> NamedArray:
     """`x["pos", 3]`, `x["pos", 2:5]`, `x["pos", ids, "batch", 0]`: selects by name.
 
-    An integer takes the name away, a slice keeps it. So does a list, and a plain array of positions of one dimension.
-    A named array of positions puts its own names in the place of the name; several are looked up together, and
-    broadcast by name. A mask (outside of `jit`) keeps the name, with the positions where it is true. Names that the
-    array has, too, are looked up in each of their places (see `take_along`).
+    An integer removes the name; a slice, a list, or a plain array of positions with one dimension keeps it. A named
+    array of positions puts its own names in the place of the name; several are looked up together, and broadcast by
+    name. A mask (outside of `jit`) keeps the name, with the positions where it is true. If positions share a name with
+    the array, each of its places is looked up on its own (see `take_along`).
 
-    Positions count from 0, negative ones from the end. What is outside is refused where positions are numbers, lists
-    or NumPy arrays; positions that are values of the program read zeros there, on every layout.
+    Positions count from 0, negative ones from the end. Numbers, lists and NumPy arrays that are out of range are
+    refused; positions that are values of the program read zeros there, on every layout.
 
     A dimension that is sliced over devices is gathered first for an integer or a slice; one that is looked up stays
     where it is (see `take`).
@@ -41,7 +41,7 @@ def index(x: NamedArray, key) -> NamedArray:
     for name, value in still.items():
         x = _static(x, name, value)
     arrays = {n: v for n, v in found.items() if isinstance(v, NamedArray)}
-    # Positions along a dimension of their own select there, one after the other; others are looked up together.
+    # Positions along their own dimension select there, one after the other; others are looked up together.
     for name in [n for n, ids in arrays.items() if ids.names == (n,)]:
         x = lookup(x, {name: on_mesh(arrays.pop(name), name, "indexing")}, "indexing")
     if arrays:
@@ -57,23 +57,23 @@ def _static(x: NamedArray, name: str, value: int | slice) -> NamedArray:
     if value.step > 0:
         return x.with_array(jax.lax.slice_in_dim(x.array, value.start, value.stop, value.step, axis=i))
     last = value.stop + 1  # the position of the last value, the first one in the array's own order
-    x = operand(x, "indexing", copies=False)  # JAX reverses none
+    x = operand(x, "indexing", copies=False)  # JAX cannot reverse them
     forward = jax.lax.slice_in_dim(x.array, last, value.start + 1, -value.step, axis=i)
     return x.with_array(jax.lax.rev(forward, (i,)))
 
 
 def positions(array: jax.Array, axis: int) -> list[jax.Array]:
-    """The positions along a dimension of a plain array, without it.
+    """The array at each position along a dimension, without it.
 
-    Their gradient is one stack. Of one index after another it would be a sum of arrays padded with zeros.
+    The gradient is one stack; that of one index after another would be a sum of arrays padded with zeros.
     """
     parts = jax.lax.split(array, (1,) * array.shape[axis], axis)
     return [jax.lax.squeeze(part, (axis,)) for part in parts]
 
 
 def single(x: NamedArray):
-    """A key without names left is a plain key, as `jax.random` takes it, and one number is no copies (`operand`); any
-    other array stays as it is."""
+    """A key without names as a plain key, for `jax.random`, and one number not as copies (see `operand`); any other
+    array as it is."""
     if x.names:
         return x
     return x.array if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.with_array(no_copies(x.array))
@@ -82,9 +82,8 @@ def single(x: NamedArray):
 def take(x: NamedArray, name: Name, ids) -> NamedArray:
     """Rows of `x` along a name at given positions: `take(table, "vocab", tokens)` is an embedding lookup.
 
-    The names of `ids` stand in the place of `name`. Where `name` is sliced,
-    each device looks up the rows that it holds, and the partial sums are
-    settled; the gradient stays where the rows are.
+    The names of `ids` stand in the place of `name`. If `name` is sliced, each device looks up the rows that it holds,
+    and the partial sums are settled; the gradient stays where the rows are.
 
     Plain arrays in manual mode carry no names: there a text is the type, as in `einsum`, and each device looks up what
     it has, `take("vocab/m embed, batch/d -> batch/d embed +m", table, ids)`. Names that both texts have are aligned:
@@ -118,10 +117,10 @@ def take(x: NamedArray, name: Name, ids) -> NamedArray:
 
 
 def take_along(x: NamedArray, name: Name, ids) -> NamedArray:
-    """For each place of `ids` the value of `x` at that position along a name.
+    """For each place of `ids`, the value of `x` at that position along a name.
 
-    Names that both have are aligned, as in `jnp.take_along_axis`: with `x` of `"batch vocab"` and `ids` of
-    `"batch k"`, `take_along(x, "vocab", ids)` is `"batch k"`, of each batch's own row.
+    Names that both have are aligned, as in `jnp.take_along_axis`: with `x` of `"batch vocab"` and `ids` of `"batch k"`,
+    `take_along(x, "vocab", ids)` is `"batch k"`, from each batch's own row.
 
     Names: those of `ids`, and those of `x` that they lack.
     Gradient: values are added where they were read; an all-gather where the name is sliced.

@@ -40,9 +40,9 @@ def _check_map(which, where: str) -> None:
 def shard(tree, which="params"):
     """Puts every named array of a tree where the layout in force says.
 
-    Inside a program this is a reshard, outside a transfer to the devices.
-    JAX's arrays without names are copied to every device; anything else stays as it is.
-    Without a layout everything does: a model whose text has it runs on one device.
+    Inside a program this is a reshard, outside a transfer to the devices. JAX's arrays without names are copied to
+    every device; anything else stays as it is. Without a layout everything stays: a model that calls it also runs on
+    one device.
 
     Args:
         tree: any tree.
@@ -50,7 +50,7 @@ def shard(tree, which="params"):
 
     Raises:
         NotationError: a mesh axis does not divide its dimension.
-        NamesError: a map of one's own, where no layout is in force.
+        NamesError: a map of the caller's own, if no layout is in force.
     """
     layout = current_layout()
     if layout is None:
@@ -77,7 +77,7 @@ def shard(tree, which="params"):
 
 
 def _left(tree, which):
-    """The tree as it is, where there is no layout, whose maps are then empty; one of one's own names axes of a mesh."""
+    """The tree as it is: without a layout both maps are empty. The caller's own map is refused: it names mesh axes."""
     _check_map(which, "shard")
     if isinstance(which, Mapping):
         raise NamesError(
@@ -90,7 +90,7 @@ def _left(tree, which):
 def abstract(tree, which="params"):
     """The tree with `jax.ShapeDtypeStruct`s in place of arrays, with the layout's shardings.
 
-    Works without devices: layouts of meshes that are not here do as well.
+    It needs no devices: layouts of meshes that are not here work as well.
     """
     layout = current_layout()
 
@@ -131,7 +131,7 @@ def named_jit(
         **options: passed to `jax.jit`.
 
     Raises:
-        NamesError: what is no function or no map, or, in a call, an array that is donated and given a second time.
+        NamesError: not a function or not a map; or, in a call, an array that is donated and given a second time.
     """
     for option, ours in (("donate_argnums", "donate"), ("static_argnums", "static")):
         if option in options:
@@ -186,7 +186,7 @@ def named_jit(
 
 
 def _names_of(fn: Callable, positions: tuple[int, ...]) -> tuple[str, ...]:
-    """By which names arguments at these positions may be given, too: `jax.jit` donates them there as well."""
+    """The names by which arguments at these positions may be given instead: `jax.jit` donates them there too."""
     try:
         names = list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):  # of a builtin
@@ -222,7 +222,7 @@ def _is_concrete(x) -> bool:
 
 
 def _memory(array: jax.Array) -> int:
-    """What is the same for arrays in the same memory, which those that were put on a mesh do not share, but for keys
+    """A number that is the same for arrays in the same memory. Arrays that were put on a mesh share none, except keys
     and numbers without a fixed type (see `trellis.mesh.landing.put`)."""
     key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
     if not key and not jax.typeof(array).weak_type:

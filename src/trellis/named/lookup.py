@@ -34,9 +34,9 @@ Words = tuple[str, ...]
 def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedArray:
     """The values of `x` at positions along one name or several.
 
-    Names of the positions that `x` has, too, are aligned: each place looks up its own row. The others stand in the
-    place of the first name that is looked up. Along one sliced name each device looks up the rows that it holds,
-    and the partial sums are settled; several names are gathered first.
+    Names that both `x` and the positions have are aligned: each place looks up its own row. The positions' other names
+    stand in the place of the first name that is looked up. Along one sliced name each device looks up the rows that it
+    holds, and the partial sums are settled; several names are gathered first.
 
     Args:
         x: any named array.
@@ -52,7 +52,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     plan = _Plan(x.names, looked_up, union(ids))
     check_sizes([_renamed(x, plan), *ids], what)
     x, *ids = on_one_mesh([x, *ids], what)
-    together = len(looked_up) > 1 or x.dtype == jnp.float8_e8m0fnu  # which has no zero for the rows of other devices
+    together = len(looked_up) > 1 or x.dtype == jnp.float8_e8m0fnu  # e8m0 has no zero for the rows of other devices
     if together:
         x = whole(x, looked_up, what)
     mode = state_of(x.array).mode
@@ -64,10 +64,10 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     held = state_of(x.array)
     if where is None or mode == "auto" or not any(where.values()):
         table = x.array
-        if mode == "explicit" and plan.aligned:  # mapped over, so that both are to be in one place
+        if mode == "explicit" and plan.aligned:  # mapped over, so both must be in one place
             table, ids = _bring(x, plan, where).array, [i.with_array(bring(i, where).array) for i in ids]
         elif mode == "explicit" and held.copied and not held.pending:
-            # Nothing is sliced here, so that the copies have no other operand to sum their gradients with: whole rows.
+            # Nothing is sliced here, so the copies have no other operand to sum their gradients with: whole rows.
             table = place(table, held.axes, (), frozenset(), names=x.names)
         array = plan.rows(table, *(plan.widened(i) for i in ids), where={} if mode == "explicit" else None)
         return settle_selected(NamedArray(array, plan.out), plan.looked_up)
@@ -77,7 +77,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     layout = current_layout()
     if (layout is not None and layout.mapped) or not all(i.array.size for i in ids):
         # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices, and 0.12 no pending sum of
-        # nothing: the compiler partitions.
+        # an empty array: the compiler partitions.
         array = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
         return settle_selected(NamedArray(array, plan.out), plan.looked_up)
     body = plan.body(pending)
@@ -98,9 +98,9 @@ class _Plan:
     """Which dimension goes where in a lookup.
 
     Attributes:
-        names: those of the table.
-        looked_up: the names that go; in an assignment of mesh axes they are called `renamed`, since positions may
-            have a dimension of the same name.
+        names: the table's names.
+        looked_up: the names that are removed; in an assignment of mesh axes they are called `renamed`, since positions
+            may have a dimension of the same name.
         own: the names that the positions bring.
         aligned: the names that both have, which stay.
         out: the names of the result.
@@ -117,11 +117,11 @@ class _Plan:
         self.renamed = tuple(f"{n} looked up" for n in looked_up)
 
     def widened(self, ids: NamedArray) -> jax.Array:
-        """Positions with all the names that positions have, in order, of size 1 where these have them not."""
+        """Positions with the names of all positions, in order, of size 1 for names that these lack."""
         return widen(ids, self.id_names)
 
     def rows(self, table, *ids, where: Assignment | None = None):
-        """The values, by what one device has. Positions are whole along the names that are looked up.
+        """The values, from what one device has. Positions are whole along the names that are looked up.
 
         Args:
             where: the mesh axes of the result's names, where JAX asks for them: outside of `shard_map`.
@@ -138,7 +138,7 @@ class _Plan:
         return aligned_rows(table, ids, self.looked_up, words, inner and sharding_on(table, inner))
 
     def body(self, sliced: Words):
-        """The values, by each device, as partial sums over the mesh axes that slice the table's rows."""
+        """Each device's lookup, which gives partial sums over the mesh axes that slice the table's rows."""
 
         def rows(table, *ids):
             # A copy meets slices: cast before the rows are mapped, since JAX 0.10.2 to 0.12 cannot map over the cast.
@@ -152,7 +152,7 @@ class _Plan:
 
 
 def _renamed(x: NamedArray, plan: _Plan) -> NamedArray:
-    """The table, with the looked up names called what no other array calls them."""
+    """The table, with looked-up names renamed to names that no other array has."""
     names = dict(zip(plan.looked_up, plan.renamed, strict=True))
     return NamedArray(x.array, tuple(names.get(n, n) for n in x.names), x.slices)
 
@@ -164,7 +164,7 @@ def _bring(x: NamedArray, plan: _Plan, where: Assignment) -> NamedArray:
 
 
 def _where(x: NamedArray, ids: list[NamedArray], plan: _Plan) -> Assignment | None:
-    """The mesh axes of every name. Those of the looked up name come first: what it sums over slices nothing else."""
+    """The mesh axes of every name. The looked-up name's come first: those that it sums over slice nothing else."""
     layout = current_layout()
     if layout is None:
         return assign([_renamed(x, plan), *ids], (*plan.renamed, *plan.out))
@@ -187,7 +187,7 @@ def _manual(x: NamedArray, ids: list[NamedArray], plan: _Plan, what: str) -> Nam
 
 
 def refuse_shared(x: NamedArray, name: str, ids: NamedArray) -> None:
-    """A lookup of whole rows: positions have none of the table's other names.
+    """Checks a lookup of whole rows: no position has another name of the table's.
 
     Raises:
         NamesError: they have one; `take_along` looks up in each of its places.

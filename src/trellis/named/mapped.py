@@ -43,7 +43,7 @@ def named_leaves(tree) -> list[NamedArray]:
 
 
 def length_of(tree, axis: Name, what: str) -> int:
-    """How long a loop or map over a name is: as the arrays that have it, or as the axis says.
+    """The length of a loop or map over a name: from the arrays that have it, or the axis.
 
     Raises:
         NamesError: arrays of two sizes, an axis of another size, or neither an array with the name nor an axis.
@@ -73,7 +73,7 @@ def front(tree, name: str):
         if not (is_named(x) and name in x.names):
             return x
         x = transpose(x, (name, *(n for n in x.names if n != name)))
-        # The rank is that of the mapped array again once JAX has taken its first dimension.
+        # The rank fits the names again once JAX has taken the first dimension.
         return Mapped(NamedArray.tree_unflatten((x.names[1:], x.slices[1:]), (x.array,)))
 
     return jax.tree.map(lead, tree, is_leaf=is_named)
@@ -114,7 +114,7 @@ def entered(tree, what: str, *, pending: bool = True, copies: bool = True):
 
     Args:
         pending: whether partial sums may be among them.
-        copies: whether copies (`~`) may; else they are none any more.
+        copies: whether copies (`~`) may; else they are no longer held as copies.
     """
 
     def enter(x):

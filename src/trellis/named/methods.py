@@ -12,8 +12,8 @@ if typing.TYPE_CHECKING:
 
 
 def _operations() -> types.ModuleType:
-    """The package's functions, which methods are short for. They are written in terms of named arrays, so they come
-    after this file, and are there when a method is called."""
+    """The package's functions, which the methods call. They are written in terms of named arrays, so they are imported
+    after this file, and exist when a method is called."""
     return sys.modules[__package__]
 
 
@@ -208,7 +208,7 @@ class Methods:
         return _operations().top_k(self, along, k, new_name=new_name)
 
     def softmax(self, over: Names, *, where: "NamedArray | None" = None) -> "NamedArray":
-        """`exp(x)` over its sum over names."""
+        """`exp(x)` divided by its sum over names."""
         return _operations().softmax(self, over, where=where)
 
     def log_softmax(self, over: Names, *, where: "NamedArray | None" = None) -> "NamedArray":
@@ -228,11 +228,11 @@ class Methods:
         return _operations().cummax(self, along, reverse=reverse)
 
     def sort(self, along: Name, *, descending: bool = False) -> "NamedArray":
-        """The values in order along a name."""
+        """The values sorted along a name."""
         return _operations().sort(self, along, descending=descending)
 
     def argsort(self, along: Name, *, descending: bool = False) -> "NamedArray":
-        """The positions along a name that put it in order."""
+        """The positions along a name that sort it."""
         return _operations().argsort(self, along, descending=descending)
 
     def flip(self, along: Name) -> "NamedArray":
@@ -284,7 +284,7 @@ class Methods:
         return _operations().take(self, name, ids)
 
     def take_along(self, name: Name, ids) -> "NamedArray":
-        """For each place of `ids` the value at that position along a name."""
+        """For each place of `ids`, the value at that position along a name."""
         return _operations().take_along(self, name, ids)
 
     def tril(self, row: Name, column: Name, k: int = 0) -> "NamedArray":

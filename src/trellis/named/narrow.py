@@ -1,20 +1,20 @@
-"""Narrow products: both factors in eight or four bits, with a scale or scales, the sum in 32.
+"""Narrow products: both factors in eight or four bits, with one scale or several, the sum in 32.
 
-`Narrow` marks a weight. `einsum`, `dot` and `dot_each` of a marked weight round both factors where they are before they
-are moved, so that what is gathered is gathered in eight bits, and round the gradient of the result once for its
-products. A scale is current: the largest element of the whole array, over all devices, becomes the largest number of
-the type, so the result does not depend on the mesh.
+`Narrow` marks a weight. With a marked weight, `einsum`, `dot` and `dot_each` round both factors where they are before
+they are moved, so gathers are in eight bits, and round the gradient of the result once for its products. A scale is
+current: the largest element of the whole array, over all devices, becomes the largest number of the type, so the result
+does not depend on the mesh.
 
 fp8 takes e4m3 forward and e5m2 for gradients (Micikevicius et al., 2022, arXiv:2209.05433). int8 takes symmetric whole
-numbers from -127 to 127 forward and for the gradient of the activation; the gradient of the weight, a sum over all
-tokens, over which what is rounded off adds up, is made of the result's gradient as it is (SwitchBack: Wortsman et al.,
-2023, arXiv:2304.13013). mxfp8 takes e4m3 for all three, with a scale for each tile of 32 by
-32 numbers (`trellis.named.blocks`), so that one rounding serves the products over either side of a tile.
+numbers from -127 to 127 forward and for the gradient of the activation; the weight's gradient, a sum over all tokens in
+which rounding errors add up, takes the result's gradient unrounded (SwitchBack: Wortsman et al., 2023,
+arXiv:2304.13013). mxfp8 takes e4m3 for all three, with a scale for each tile of 32 by 32 numbers
+(`trellis.named.blocks`), so that one rounding serves the products over either side of a tile.
 
 nvfp4 takes e2m1 for all three (NVIDIA, 2025, arXiv:2509.25149): weights in tiles of 16 by 16; activations and gradients
-in rows of 16 along what a product sums, so each is rounded twice, once for either product that it is a factor of. The
-factors of a weight's gradient are transformed first (`trellis.named.hadamard`), and gradients are rounded at random,
-where the mark has a key.
+in rows of 16 along the dimension that a product sums, so each is rounded twice, once for each product it is a factor
+of. The factors of a weight's gradient are transformed first (`trellis.named.hadamard`), and gradients are rounded at
+random if the mark has a key.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ class _Types:
     forward: Any
     gradient: Any
     blocks: Format | None = None
-    tiled: bool = True  # in blocks, whether activations and gradients have tiles as weights have
-    whole_sums: bool = False  # whether a weight's gradient is made of the result's as it is, not rounded
+    tiled: bool = True  # in blocks, whether activations and gradients have tiles, as weights do
+    whole_sums: bool = False  # whether a weight's gradient takes the result's unrounded
 
     @property
     def in_blocks(self) -> bool:
@@ -60,12 +60,12 @@ TYPES = {
 
 
 class Mark(NamedTuple):
-    """What a product of two operands is asked to be.
+    """The narrow product that two operands ask for.
 
     Attributes:
-        kind: of narrow numbers.
+        kind: that of the numbers.
         at: which operand is the weight.
-        key: by which gradients are rounded at random, or None.
+        key: for rounding gradients at random, or None.
         largest: `f32["factor"]`, from which scales are made, or None.
     """
 
@@ -81,8 +81,8 @@ class Rounded(NamedTuple):
     Attributes:
         values: the numbers.
         scale: one, or one for each block.
-        whole: one for the whole array besides, or None.
-        largest: the array's largest element, where its scale was made from another, or None.
+        whole: another scale, of the whole array, or None.
+        largest: the array's largest element if its scale was made from another, or None.
     """
 
     values: jax.Array
@@ -91,19 +91,18 @@ class Rounded(NamedTuple):
     largest: jax.Array | None = None
 
 
-# The three that are rounded in a narrow product and its gradients, in the order of their largest elements.
+# The three arrays that are rounded in a narrow product and its gradients, in the order of their largest elements.
 FACTORS = ("activation", "weight", "gradient")
 
 
 class _OnlyFactor(NamesError, AttributeError):
-    """What a named array has is asked of a narrow weight; to `hasattr` it has none of it."""
+    """A narrow weight was asked for what a named array has; `hasattr` is false for it."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "key", "largest"], meta_fields=["kind"])
 @dataclasses.dataclass(frozen=True, slots=True)
 class Narrow:
-    """A weight whose products are made in eight or four bits. A factor of `einsum`, `dot` and `dot_each`, and nothing
-    else.
+    """A weight whose products are computed in eight or four bits: a factor of `einsum`, `dot` and `dot_each`.
 
     >>> x, w = tr.ones({"batch": 2, "embed": 4}), tr.full({"embed": 4, "mlp": 3}, 0.5)
     >>> tr.typeof(tr.dot(x, tr.Narrow(w, "fp8"), over="embed"))
@@ -112,12 +111,12 @@ class Narrow:
     Attributes:
         weight: a named array of floats.
         kind: "fp8", "int8", "mxfp8" or "nvfp4".
-        key: of nvfp4, a random key by which gradients are rounded, right in the mean; None rounds them to the nearest
+        key: for nvfp4, a random key with which gradients are rounded without bias; None rounds them to the nearest
             number. A weight of several layers has named keys, one for each (`tr.random.split`).
-        largest: of fp8 and int8, the largest elements from which scales are made: `f32["factor=3"]`, of the
-            activation, the weight and the result's gradient; zero stands for the largest of today. What is larger is
-            clipped. Its gradient is no derivative but the largest elements that were met, for the next step's scales:
-            what Transformer Engine calls delayed scaling. None makes scales from the largest of today.
+        largest: for fp8 and int8, the largest elements from which scales are made: `f32["factor=3"]`, of the
+            activation, the weight and the result's gradient; zero stands for the current largest. Larger elements are
+            clipped. Its gradient is not a derivative but the largest elements that were met, for the next step's
+            scales; Transformer Engine calls this delayed scaling. None makes scales from the current largest.
     """
 
     weight: NamedArray
@@ -157,7 +156,7 @@ def marked(operands: tuple, what: str) -> tuple[tuple[NamedArray, ...], Mark | N
             f"{' and '.join(sorted(kinds))}, in {what}: multiply two at a time"
         )
     if any(isinstance(x, NamedArray) and not x.size for x in plain):
-        return plain, None  # of no numbers none is the largest, and the product has none of them
+        return plain, None  # an empty array has no largest element, and the product has none of its numbers
     at, mark = max(marks.items())
     return plain, Mark(mark.kind, at, _one_key(mark, what), _three(mark, what))
 
@@ -192,13 +191,13 @@ def _one_key(mark: Narrow, what: str) -> jax.Array | None:
 
 
 def forms(array, mark: Mark, number: int, summed: tuple[int, ...], kept: tuple[int, ...]) -> tuple[Rounded, ...]:
-    """A factor in narrow numbers: for the product, and, where that is another form, for the other factor's gradient.
+    """A factor in narrow numbers: for the product and, if that needs another form, for the other factor's gradient.
 
     Args:
         array: the factor, a plain array.
         mark: which product.
         number: which of its factors.
-        summed, kept: the dimension along which blocks lie for either, or none.
+        summed, kept: for each form, the dimension along which blocks lie, or none.
     """
     if TYPES[mark.kind].tiled or number == mark.at:
         known = None if mark.largest is None else mark.largest[int(number == mark.at)]
@@ -220,17 +219,17 @@ def rounded(
     hadamard: bool = False,
     widened: bool = False,
 ) -> Rounded:
-    """A plain array in narrow numbers, and the scale or scales that they are to be multiplied by.
+    """A plain array in narrow numbers, and the scale or scales by which they are multiplied.
 
-    The array's gradient does not come through here. The type's largest number stands for the largest of an array or a
-    tile; one with an element that is not finite has a scale that is not, and so has what is made of it.
+    The array's gradient does not pass through here. The type's largest number stands for the largest of an array or a
+    tile. If an element is not finite, neither is its scale, nor what is computed from it.
 
     Args:
         array: what is rounded.
         kind: to which numbers.
         dims: the dimensions along which blocks lie, where a kind has them.
         gradient: whether it is a gradient.
-        known: from which element its one scale is made, but for zero; None for its largest.
+        known: the element from which its one scale is made, unless zero; None for its largest.
         chance: rounds numbers in blocks at random, as `blocked` takes it.
         hadamard: whether blocks are transformed, as `blocked` takes it.
         widened: whether the numbers are made wider again where they are, as `blocked` takes it.
@@ -260,14 +259,14 @@ def rounded(
 def with_one_scale(
     wide: jax.Array, kind: Kind, *, gradient: bool, over: tuple[str, ...] = (), known=None, widened: bool = False
 ):
-    """Float32 numbers rounded by their largest, or a known one: narrow numbers, and the scale.
+    """Rounds float32 numbers by their largest, or a known one: narrow numbers, and the scale.
 
     Args:
         wide: what is rounded.
         kind: to which numbers.
         gradient: whether it is a gradient.
         over: in manual mode, the mesh axes along which other devices have more of the numbers.
-        known: for what the type's largest number stands, instead of their largest.
+        known: what the type's largest number stands for, instead of their largest.
         widened: whether the numbers are made wider again where they are, as `blocked` takes it.
     """
     dtype = TYPES[kind].gradient if gradient else TYPES[kind].forward
@@ -285,8 +284,8 @@ def with_one_scale(
     return scaled.astype(dtype), scale
 
 
-# A narrow product's derivative takes the rounded factors as constants: differentiated again it would be zero where it
-# is not. The scale depends on the array in a way that costs nothing, and says so.
+# A narrow product's derivative takes the rounded factors as constants: differentiated again it would wrongly be zero.
+# So the scale depends on the array, in a way that costs nothing and refuses a second derivative.
 
 
 @jax.custom_jvp
@@ -301,7 +300,7 @@ def _once_derivative(primals, tangents):
 
 @jax.custom_jvp
 def not_again(scale, array):
-    """The scale of what is made of an array in a first derivative; a second one is refused."""
+    """The scale of what a first derivative makes of an array; refuses a second one."""
     return scale
 
 
@@ -314,11 +313,11 @@ def _refused(primals, tangents):
 
 
 def product(x, y, narrow_x, narrow_y, numbers, *, mark: Mark, dtype, spec=None) -> jax.Array:
-    """`dot_general` of two plain arrays, made of their narrow forms.
+    """`dot_general` of two plain arrays, from their narrow forms.
 
     Args:
-        x, y: the factors as they are moved for a plain product: of them only the types are used, forward, and the
-            gradient is theirs. Their values, and so what moved them, are not part of the program.
+        x, y: the factors, moved as for a plain product. Only their types are used, forward, and the gradient is theirs.
+            Their values, and so their moves, are not part of the program.
         narrow_x, narrow_y: from `forms`, moved likewise.
         numbers: dimension numbers as `dot_general` takes them.
         mark: which product, of `x` and `y` in this order.
@@ -385,21 +384,21 @@ def _derivative(static: _Static, primals, tangents):
 
 
 def _not_rounded(gradient, other: Rounded) -> tuple[Rounded, Rounded]:
-    """The gradient of a product's result as it is, and a narrow factor in the same type, which holds its numbers."""
+    """The unrounded gradient of a product's result, and a narrow factor in the same type, which holds its numbers."""
     fixed = _settled(gradient)
     scale = not_again(jnp.ones((), jnp.float32), gradient)
     return Rounded(fixed, scale), other._replace(values=other.values.astype(fixed.dtype))
 
 
 def _settled(array) -> jax.Array:
-    """An array without its gradient, copies of it as one."""
+    """An array without its gradient, and not as copies."""
     fixed = lax.stop_gradient(array)
     state = state_of(fixed)
     return place(fixed, state.axes) if state.copied else fixed
 
 
 def _narrow_gradients(static: _Static, gradient, bits, known) -> tuple[Rounded, Rounded]:
-    """The gradient of a product's result, in narrow numbers, for the gradient of either factor."""
+    """The gradient of a product's result, in narrow numbers, for the gradient of each factor."""
     types, ends = TYPES[static.kind], _innermost(static)
     if types.tiled:
         found = rounded(
@@ -412,7 +411,7 @@ def _narrow_gradients(static: _Static, gradient, bits, known) -> tuple[Rounded, 
         chance = (bytes_for(gradient, jax.random.wrap_key_data(bits)).astype(jnp.float32) + 0.5) / 256
     made = []
     for which in range(2):
-        end = ends[1 - which]  # what the gradient of one factor sums are dimensions of the other
+        end = ends[1 - which]  # the gradient of one factor sums dimensions of the other
         how = dict(gradient=True, chance=chance, hadamard=which == static.weight and end is not None)
         found = rounded(gradient, static.kind, () if end is None else (end,), **how)
         made.append(once_only(found, gradient))
@@ -420,13 +419,13 @@ def _narrow_gradients(static: _Static, gradient, bits, known) -> tuple[Rounded, 
 
 
 def once_only(found: Rounded, array) -> Rounded:
-    """What is made of an array in a first derivative; a second one is refused."""
+    """What a first derivative makes of an array; refuses a second one."""
     whole = None if found.whole is None else not_again(found.whole, array)
     return found._replace(scale=not_again(found.scale, array), whole=whole)
 
 
 def _innermost(static: _Static) -> tuple[int | None, int | None]:
-    """Of a product's result, the last dimension that comes from either factor, or None where none does."""
+    """The last dimension of a product's result that comes from each factor, or None if none does."""
     summed, batch = static.numbers
     free = [len(state.axes) - len(s) - len(b) for state, s, b in zip(static.states, summed, batch, strict=True)]
     ends = (len(batch[0]) + free[0], len(batch[0]) + free[0] + free[1])
@@ -435,7 +434,7 @@ def _innermost(static: _Static) -> tuple[int | None, int | None]:
 
 
 def _gradient(static: _Static, which: int, narrow: Rounded, other: Rounded) -> jax.Array:
-    """The gradient of one factor: the product of the result's with the other factor."""
+    """The gradient of one factor: the product of the result's and the other factor."""
     summed, batch = static.numbers
     ranks = [len(state.axes) for state in static.states]
     free = [[i for i in range(rank) if i not in (*summed[n], *batch[n])] for n, rank in enumerate(ranks)]
@@ -484,7 +483,7 @@ def _plain(a, b, *, numbers, dtype, spec) -> jax.Array:
 
 
 def _opened(narrow: Rounded, like) -> jax.Array:
-    """A narrow array as the number that it stands for."""
+    """A narrow array as the numbers it stands for."""
     values, scale, whole, _ = narrow
     wide = opened(values, scale) if scale.ndim else values.astype(jnp.float32) * scale
     return (wide if whole is None else wide * whole).astype(like.dtype)

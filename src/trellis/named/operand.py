@@ -1,9 +1,9 @@
-"""What every operation asks of its operands: names as many as dimensions, the mesh in force, no pending sums.
+"""What every operation requires of its operands: as many names as dimensions, the mesh in force, no pending sums.
 
-One rule for arrays that are not on the mesh: a NumPy array, one made before the layout, or one of a single device is
-whole on every device. The first operation that meets it places it as the layout says of its names (each device takes
-its slice, nothing moves), and its gradient is whole like itself. An array of another mesh is refused. Where no mesh is
-in force, as after a layout has ended, the mesh is that of the other operands.
+One rule holds for arrays that are not on the mesh: a NumPy array, one made before the layout, or one on a single device
+counts as whole on every device. The first operation that uses it places it as the layout says for its names (each
+device takes its slice, nothing moves), and its gradient is whole, like the array. An array of another mesh is refused.
+If no mesh is in force, as after a layout has ended, the mesh is that of the other operands.
 """
 
 import numbers
@@ -34,9 +34,9 @@ def operand(x, what: str, *, pending: bool = False, copies: bool = True) -> Name
         x: what the caller passed.
         what: the operation, for messages.
         pending: whether the operation takes partial sums (it is linear).
-        copies: whether its gradient may be a partial sum; else an array is no copies (`~x`) to it any more, and the
-            gradient is settled before it is the operand's. One number never is copies: where it is a loss, its gradient
-            is one, on all devices together, and JAX's is one on each.
+        copies: whether its gradient may be a partial sum. If not, the array is no longer held as copies (`~x`), and its
+            gradient is settled before it becomes the operand's. A single number is never held as copies: if it is a
+            loss, its gradient is one on all devices together, where JAX's is one on each.
 
     Raises:
         NamesError: not a named array, or one whose array has other dimensions than names.
@@ -58,7 +58,7 @@ def operand(x, what: str, *, pending: bool = False, copies: bool = True) -> Name
 
 
 def no_copies(array: jax.Array, names: tuple[str, ...] = ()) -> jax.Array:
-    """A plain array that is held as copies (`~x`) no more: its gradient is settled before it is the copies'."""
+    """A plain array, no longer held as copies (`~x`): its gradient is settled before it becomes theirs."""
     state = state_of(array)
     if state.mode != "explicit" or not state.copied:
         return array
@@ -66,7 +66,7 @@ def no_copies(array: jax.Array, names: tuple[str, ...] = ()) -> jax.Array:
 
 
 def refuse_others(args, what: str) -> None:
-    """An operation takes arrays and numbers, not what holds some: a `Narrow` weight, a list, None.
+    """Refuses what is neither an array nor a number: a `Narrow` weight, a list, None.
 
     Raises:
         NamesError: another object.
@@ -82,7 +82,7 @@ def refuse_others(args, what: str) -> None:
 
 
 def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
-    """A plain array on the mesh in force; one that lies on none is placed as the layout says of these names.
+    """A plain array on the mesh in force; one that is on no mesh is placed as the layout says for these names.
 
     Raises:
         MeshError: it lies on another mesh.
@@ -118,9 +118,10 @@ def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
 
 
 def on_one_mesh(operands: list[NamedArray], what: str) -> list[NamedArray]:
-    """Where no mesh is in force, the operands of a traced operation on the mesh that some of them lie on.
+    """The operands of a traced operation; if no mesh is in force, on the mesh that some of them are on.
 
-    Those that are on none are whole on it, and so are their gradients. Outside of a trace JAX takes them as they are.
+    Those that are on no mesh are whole on it, and so are their gradients. Outside of a trace JAX takes them as they
+    are.
 
     Raises:
         MeshError: they lie on two meshes.
@@ -146,16 +147,16 @@ def on_one_mesh(operands: list[NamedArray], what: str) -> list[NamedArray]:
 
 
 def _closed_over(array: jax.Array) -> jax.Array:
-    """A value, said to lie where it lies: so a program of `jit` that closes over it runs on the devices of its mesh.
+    """A value whose placement is stated, so that a program of `jit` that closes over it runs on its mesh's devices.
 
-    JAX takes a program's devices from its arguments and from what it says, not from the constants in it.
+    JAX takes a program's devices from its arguments and from what it states, not from the constants in it.
     """
     explicit = mode_of(jax.typeof(array).sharding.mesh) == "explicit"
     return jax.device_put(array, array.sharding) if explicit and not state_of(array).pending else array
 
 
 def _refuse_after_its_mesh(array, names: tuple[str, ...], what: str) -> None:
-    """Outside of `jit` JAX differentiates what lies on a mesh only while that mesh is in force."""
+    """Refuses to differentiate outside of `jit` while an array's mesh is not in force: JAX cannot."""
     mesh = jax.typeof(array).sharding.mesh
     if mesh.empty:
         return
@@ -196,8 +197,8 @@ def _placed(array, names: tuple[str, ...], here, mode: str) -> jax.Array:
 
 
 def in_order_here(array, names: tuple[str, ...]):
-    """An array that lies on no mesh, whose positions are in their own order, with these dealt out where those of others
-    are; one that lies on a mesh as it is.
+    """Deals out the positions of an array that is on no mesh, which are in their own order, as those of others are; one
+    on a mesh stays as it is.
 
     Raises:
         NamesError: as `slices_dealt`.
@@ -206,8 +207,8 @@ def in_order_here(array, names: tuple[str, ...]):
 
 
 def made_in_order(array, names: tuple[str, ...], what: str):
-    """An array that was made here with positions in their own order, for `operand`, which deals out what lies on no
-    mesh: one that lies on a mesh, whole, is dealt out here.
+    """An array made here with positions in their own order, for `operand`, which deals out arrays that are on no mesh:
+    one that is on a mesh, whole, is dealt out here.
 
     Raises:
         NamesError: as `slices_dealt`.
@@ -223,7 +224,7 @@ def _dealt_out(array, names: tuple[str, ...], what: str):
 
 
 def check_sizes(operands: list[NamedArray], what: str) -> None:
-    """A name has one size in an operation.
+    """Checks that a name has one size.
 
     Raises:
         NamesError: with the full types of all operands.
@@ -239,7 +240,7 @@ def check_sizes(operands: list[NamedArray], what: str) -> None:
 
 
 def union(operands: list[NamedArray]) -> tuple[str, ...]:
-    """All names: those of the operand that has most first, then the others' in order."""
+    """All names: first those of the operand that has most, then the others' in order."""
     first = max(operands, key=lambda x: len(x.names))
     names = list(first.names)
     for x in operands:
@@ -248,7 +249,7 @@ def union(operands: list[NamedArray]) -> tuple[str, ...]:
 
 
 def check_contained(operands: list[NamedArray], names: tuple[str, ...], what: str) -> None:
-    """An operation broadcasts where one operand's names contain the others'.
+    """Checks that operands broadcast: one's names contain the others'.
 
     Raises:
         NamesError: no operand has all the names, so that the result would be an outer product nobody asked for.
@@ -261,7 +262,7 @@ def check_contained(operands: list[NamedArray], names: tuple[str, ...], what: st
 
 
 def refuse_pending(x: NamedArray, what: str) -> None:
-    """Only linear operations make sense on partial sums.
+    """Refuses partial sums: the operation is not linear.
 
     Raises:
         PendingSumError: `x` holds some; the message says which reshard was forgotten.
@@ -275,7 +276,7 @@ def refuse_pending(x: NamedArray, what: str) -> None:
 
 
 def refuse_cut(names, what: str) -> None:
-    """Within a pipeline a layer sees a part of the batch: along it nothing may be computed.
+    """Refuses to compute along a name that a pipeline cuts: a layer sees only a part.
 
     Raises:
         NamesError: one of the names is cut.
@@ -290,7 +291,7 @@ def refuse_cut(names, what: str) -> None:
 
 
 def refuse_dealt(names, what: str, x: NamedArray | None = None) -> None:
-    """Where positions are dealt out, none of an array's own operations may go by their order.
+    """Refuses an array's own operation that goes by the order of positions that are dealt out.
 
     Raises:
         NamesError: one does.
@@ -304,10 +305,10 @@ def refuse_dealt(names, what: str, x: NamedArray | None = None) -> None:
 
 
 def slices_dealt(name: str, size: int, what: str) -> int:
-    """Over how many slices positions of this name are dealt out here; 0 where they are in their own order.
+    """Over how many slices positions of this name are dealt out here; 0 if they are in their own order.
 
     Raises:
-        NamesError: they are those of keys, which may be others than the queries, or as many as cannot be dealt out.
+        NamesError: they are positions of keys, which may differ from the queries', or their number cannot be dealt out.
     """
     if not is_dealt(name):
         return 0
@@ -326,5 +327,5 @@ def slices_dealt(name: str, size: int, what: str) -> int:
 
 
 def types_of(operands: list[NamedArray]) -> str:
-    """Their types, for messages."""
+    """The types, for messages."""
     return " and ".join(map(typeof, operands))

@@ -8,7 +8,7 @@ travel around a ring instead, and each is multiplied as it passes. The same byte
 | `pos/m embed, embed mlp/m -> pos mlp/m` | slices of the activation pass by | sums of its gradient pass by |
 | `pos mlp/m, mlp/m embed -> pos/m embed` | sums of the result pass by | slices of its gradient, once for both |
 
-In the first several products may take what passes by (`dot_each`: queries, keys and values; two gates).
+In the first row, several products may take what passes by (`dot_each`: queries, keys and values; two gates).
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class _Rings:
     Attributes:
         axis: the mesh axis of the rings.
         moved: what travels.
-        names, states: those of `x`.
+        names, state: those of `x`.
         weight_names, weight_states, result_names, result_states, dtypes: those of each weight and result.
     """
 
@@ -63,7 +63,7 @@ class _Rings:
         return Ring(axis=self.axis, both_ways=True, chunks=1 if self.moved.size % 2 else 2)
 
     def run(self, local, taken, given, *arrays):
-        """Runs a program for one device's slices. Gradients are not taken of it, so JAX need not know what varies."""
+        """Runs a program for one device's slices. No gradients are taken of it, so JAX need not know what varies."""
         spec = lambda state: spec_of(state.axes, state.pending, state.copied)
         specs = [jax.tree.map(spec, states, is_leaf=lambda s: isinstance(s, State)) for states in (tuple(taken), given)]
         return by_device(local, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*arrays)

@@ -81,7 +81,7 @@ class Pair:
 
 
 def moved(form: Rounded, names: Words, axes: tuple[Words, ...]) -> Rounded:
-    """A factor in narrow numbers, moved to where these mesh axes slice it, its scales with it."""
+    """A factor in narrow numbers, moved with its scales to where these mesh axes slice it."""
     scale = form.scale
     if scale.ndim:
         dims = tuple(d for d in range(scale.ndim) if scale.shape[d] != form.values.shape[d])
@@ -90,7 +90,7 @@ def moved(form: Rounded, names: Words, axes: tuple[Words, ...]) -> Rounded:
 
 
 def free(x: NamedArray, shared) -> list[str]:
-    """The names of a factor that the other one has not."""
+    """The names of a factor that the other one lacks."""
     return [n for n in x.names if n not in shared]
 
 

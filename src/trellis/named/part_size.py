@@ -1,4 +1,4 @@
-"""The size of a part of a name, where a program sees a part: good for making arrays of it, and for nothing else."""
+"""The size of a name of which a program sees a part: good for making arrays of it, and for nothing else."""
 
 import functools
 import operator
@@ -13,8 +13,8 @@ _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def as_seen(sizes: dict[str, int]) -> "dict[str, Any]":
-    """The sizes of names as whoever asks the caller for them sees them: in a user's layer of a pipeline that of a name
-    that is cut is a `PartSize`; Trellis itself knows what it does with it."""
+    """The sizes of names as the caller's caller sees them: in a user's layer of a pipeline, a name that is cut has a
+    `PartSize`; Trellis itself sees plain numbers."""
     layout = current_layout()
     if layout is None or not layout.cut or sys._getframe(2).f_code.co_filename.startswith(_HERE):
         return sizes
@@ -23,9 +23,9 @@ def as_seen(sizes: dict[str, int]) -> "dict[str, Any]":
 
 @functools.total_ordering
 class PartSize:
-    """How many positions of a name a layer of a pipeline sees: a size, but no number that it may compute with.
+    """How many positions of a name a layer of a pipeline sees: a size, but not a number to compute with.
 
-    The same program has all of them on one device, so whatever it made of their number would be another.
+    On one device the same program sees all of them, so anything computed from their number would differ.
 
     Args:
         name: the name.
@@ -53,7 +53,7 @@ class PartSize:
         return str(self._size)
 
     def refuse(self, *_: object) -> NoReturn:
-        """Says that it is no number.
+        """Says that it is not a number.
 
         Raises:
             NamesError: always.

@@ -41,7 +41,7 @@ def unbind(x: NamedArray, name: Name) -> tuple[NamedArray, ...]:
 
 
 def split(x: NamedArray, name: Name, sizes: int | Sequence[int]) -> tuple[NamedArray, ...]:
-    """Pieces along a name: so many equal ones for an integer, or of the given sizes.
+    """Pieces along a name: as many equal ones as an integer says, or of given sizes.
 
     Names: those of `x`.
     Gradient: put together again; nothing moves.
@@ -97,8 +97,8 @@ def _several(arrays: Sequence[NamedArray], what: str) -> list[NamedArray]:
 
 
 def concatenate(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
-    """Joins arrays along a name that all of them have. A sliced one is gathered first, and the result is whole along it
-    where its mesh axes do not divide the new length.
+    """Joins arrays along a name that all of them have. A sliced name is gathered first, and the result is whole along
+    it if its mesh axes do not divide the new length.
 
     Names: those of the arrays.
     Gradient: each array gets its piece; an all-gather where the name is sliced.
@@ -136,8 +136,8 @@ def stack(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
 
 
 def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> NamedArray:
-    """Adds `(before, after)` elements of `value` along names: `pad(x, {"pos": (1, 0)})`. Sliced ones are gathered, and
-    the result is whole along a name whose new length its mesh axes do not divide.
+    """Adds `(before, after)` elements of `value` along names: `pad(x, {"pos": (1, 0)})`. Sliced names are gathered; the
+    result is whole along a name whose new length its mesh axes do not divide.
 
     Names: those of `x`.
     Gradient: of what was there; an all-gather where the name is sliced.
@@ -166,7 +166,7 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
 
 
 def roll(x: NamedArray, shift: int, name: Name) -> NamedArray:
-    """Shifts elements along a name, around the end. A sliced one is gathered first.
+    """Shifts elements along a name, around the end. A sliced name is gathered first.
 
     Names: those of `x`.
     Gradient: rolled back; an all-gather where the name is sliced.

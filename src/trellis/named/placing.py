@@ -3,14 +3,14 @@
 For an operation over the names N (those of all operands together):
 
 1. `compute` assigns mesh axes to N, earlier entries first.
-2. Every operand is moved to agree. Over mesh axes that slice names it lacks it
-   is held as copies whose gradient is a pending sum (`~`), so that a gathered
+2. Every operand is moved to agree. Along mesh axes that slice names it lacks,
+   it is held as copies, whose gradient is a pending sum (`~`). So a gathered
    parameter's gradient arrives as one reduce-scatter, and an activation's as
-   one all-reduce. Each operation moves its own operands: what feeds several
-   products is moved once where the text says so, by `dot_each`; so is a table
-   that is looked up and multiplied, by `nn.tied`.
-3. The result of a product holds pending sums over the mesh axes of its
-   contracted names; they are settled to what `compute` gives the result.
+   one all-reduce. Each operation moves its own operands. An array that feeds
+   several products is moved once if the program says so, with `dot_each`; a
+   table that is looked up and multiplied, with `nn.tied`.
+3. The result of a product holds pending sums over the mesh axes of the names
+   that it sums; they are settled to what `compute` gives the result.
 """
 
 import math
@@ -34,7 +34,7 @@ Assignment = dict[str, tuple[str, ...]]
 
 
 def assign(operands: list[NamedArray], names: tuple[str, ...]) -> Assignment | None:
-    """The mesh axes of each name in an operation, or None where nothing is to be placed."""
+    """The mesh axes of each name in an operation, or None if nothing is to be placed."""
     modes = {state_of(x.array).mode for x in operands}
     if "manual" in modes:
         return from_slices(operands, names)
@@ -47,7 +47,7 @@ def assign(operands: list[NamedArray], names: tuple[str, ...]) -> Assignment | N
 
 
 def _from_types(operands, names) -> Assignment:
-    """Without a layout the operands' own types decide, the first that slices a name wins; not over mapped mesh axes."""
+    """The assignment without a layout, from the operands' types: the first to slice a name wins, mapped axes aside."""
     found: Assignment = {}
     used = set(mapped_over())
     for x in operands:
@@ -61,7 +61,7 @@ def _from_types(operands, names) -> Assignment:
 
 
 def from_slices(operands: list[NamedArray], names: tuple[str, ...]) -> Assignment:
-    """In manual mode the operands' own slices decide, and have to agree."""
+    """In manual mode, the operands' own slices, which have to agree."""
     found: Assignment = {}
     for x in operands:
         for dim in x.dims:
@@ -87,7 +87,7 @@ def bring(x: NamedArray, where: Assignment | None) -> NamedArray:
 
 
 def outside(x: NamedArray) -> frozenset[str]:
-    """Inside a mapped program, the mesh axes of each map of which one slices an array: a parameter from outside."""
+    """Inside a mapped program, the mesh axes of each map that slices this array: a parameter from outside."""
     layout, state = current_layout(), state_of(x.array)
     if layout is None or state.mode != "explicit":
         return frozenset()
@@ -96,14 +96,14 @@ def outside(x: NamedArray) -> frozenset[str]:
 
 
 def _mapped(layout, x: NamedArray) -> frozenset[str]:
-    """The mesh axes of the maps that go on here, for an array that has a gradient."""
+    """The mesh axes of the maps around this code, for an array that has a gradient."""
     if layout is None or state_of(x.array).mode != "explicit" or not jnp.issubdtype(x.dtype, jnp.inexact):
         return frozenset()
     return frozenset(a for group in layout.mapped if _has_devices(group) for a in group)
 
 
 def _has_devices(group: tuple[str, ...]) -> bool:
-    """Whether `mapped_name` says here which device computes: not in a `jax.vmap` or a backward rule of one's own."""
+    """Whether `mapped_name` says here which device computes: not in a user's own `jax.vmap` or backward rule."""
     try:
         jax.lax.axis_size(mapped_name(group))
     except NameError:
@@ -117,20 +117,20 @@ def mapped_name(axes: tuple[str, ...]) -> str:
 
 
 def _on_each_device(x: NamedArray, axes: frozenset[str]) -> NamedArray:
-    """The same values, as a value that is mapped over these mesh axes, whatever they come from."""
+    """The same values, as a value that is mapped over these mesh axes, whatever its origin."""
     for group in current_layout().mapped:
         if axes.intersection(group):  # `outside` has found them
             device = jax.reshard(jax.lax.axis_index(mapped_name(group)), spec_of(()))
-            # The compiler drops a factor of one; so is every derivative of the array mapped, too.
+            # The compiler drops a factor of one; this way every derivative of the array is mapped, too.
             x = x.with_array(x.array * (1 - 0 * device).astype(x.dtype))
     return x
 
 
 def bring_to_product(x: NamedArray, where: Assignment | None, other: NamedArray) -> NamedArray:
-    """An operand as a product wants it: also, inside a mapped program, of a parameter from outside of it.
+    """An operand as a product wants it; inside a mapped program, also beside a parameter from outside.
 
-    Such a parameter is whole to the program. Over the mapped mesh axes that slice it at rest it is held as copies, for
-    a product with what each device has of its own. With another such parameter it is just gathered.
+    Such a parameter is whole to the program. Along the mapped mesh axes that slice it at rest it is held as copies, for
+    a product with what each device has of its own. For a product with another such parameter it is only gathered.
 
     Args:
         other: the other operand, where it came from.
@@ -147,22 +147,23 @@ def bring_to_product(x: NamedArray, where: Assignment | None, other: NamedArray)
     mine, theirs = outside(x), outside(other)
     missing = missing_axes(x, where)
     if not mine and (own := theirs or (missing and _mapped(layout, x))):
-        # Of copies over other mesh axes than the mapped ones: each device's own gradient is settled over these first.
+        # For copies along mesh axes other than the mapped ones, each device's own gradient is settled along these
+        # first.
         x = _on_each_device(x, own)
     copied = frozenset() if theirs else mine
     return move(x, tuple(where[name] for name in x.names), missing | copied)
 
 
 def from_product(result: NamedArray, x: NamedArray, y: NamedArray) -> NamedArray:
-    """The product of two operands as they came, with a gradient that is mapped where `bring_to_product` makes copies:
-    also one that is taken inside the mapped program, and begins with a constant."""
+    """The product of two operands as they came, with a gradient that is mapped where `bring_to_product` makes copies,
+    even if it is taken inside the mapped program and begins with a constant."""
     if state_of(result.array).pending or bool(mine := outside(x)) == bool(theirs := outside(y)):
         return result
     return _on_each_device(result, mine | theirs)
 
 
 def move(x: NamedArray, axes, copied: frozenset[str]) -> NamedArray:
-    """An array at the given mesh axes, with copies over `copied` where it has a gradient."""
+    """An array at the given mesh axes, held as copies over `copied` if it has a gradient."""
     state = state_of(x.array)
     if state.mode in ("none", "manual"):
         return x
@@ -180,8 +181,8 @@ def _gather(x: NamedArray, axes, copied):
     before, after = ({a for mine in each for a in mine} for each in (held.axes, axes))
     gathered = before - after
     if gathered and not after - before and copied - gathered - held.copied:
-        # Copies first, where nothing is gathered: the gradient is then scattered over the gathered axes before the
-        # rest of it is summed, instead of being summed whole over all of them together.
+        # Copies along axes that are not gathered come first: then the gradient is scattered over the gathered axes
+        # before the rest of it is summed, instead of being summed whole over all of them together.
         array = place(array, held.axes, held.pending, held.copied | (copied - gathered), names=x.names)
         held = state_of(array)
     joint = layout is not None and layout.gather == "joint"
@@ -189,10 +190,10 @@ def _gather(x: NamedArray, axes, copied):
     only_gathered = all(mine[: len(kept)] == tuple(kept) for mine, kept in zip(held.axes, axes, strict=True))
     if layout is None or not copied or (joint and not (only_gathered and sum(map(bool, gone)) > 1)):
         return place(array, axes, (), copied, names=x.names)
-    # One mesh axis after the other, or one dimension after the other: each with a reduce-scatter of its own in the
-    # backward pass, where one to slices of two dimensions would be an all-reduce of the whole array. Minor axes first,
-    # and the last dimension first: slices that come together along another than the first are copied by compilers, the
-    # fewer the more of the array is elsewhere still.
+    # One mesh axis after the other, or one dimension after the other. Each has a reduce-scatter of its own in the
+    # backward pass; one to slices of two dimensions would be an all-reduce of the whole array. Minor axes and last
+    # dimensions come first: compilers copy slices that come together along any dimension but the first, and copy less
+    # while more of the array is still elsewhere.
     for mine in reversed(gone):
         for together in filter(None, (mine,) if joint else ((axis,) for axis in reversed(mine))):
             now = state_of(array)
@@ -202,7 +203,7 @@ def _gather(x: NamedArray, axes, copied):
 
 
 def settle(x: NamedArray) -> NamedArray:
-    """Moves an array to what `compute` says of its names; pending sums are summed on the way.
+    """Moves an array to where `compute` has its names; pending sums are summed on the way.
 
     Without a layout, and in manual mode, they are summed, and nothing else moves.
 
@@ -218,7 +219,7 @@ def settle(x: NamedArray) -> NamedArray:
 
 
 def to_layout(x: NamedArray) -> NamedArray:
-    """`settle`, of a result; in manual mode, where the text says what moves, it stays as it is."""
+    """`settle` for a result; in manual mode, where the text says what moves, it stays as it is."""
     layout = current_layout()
     if layout is not None and state_of(x.array).mode == "none":
         x = x.with_array(on_mesh(x.array, x.names, "settle"))
@@ -231,8 +232,8 @@ def to_layout(x: NamedArray) -> NamedArray:
 
 
 def settle_selected(x: NamedArray, names: tuple[str, ...]) -> NamedArray:
-    """`to_layout`, of a result that has some of its positions selected along names: whole where mesh axes do not divide
-    how many there are."""
+    """`to_layout` for a result that has positions selected along names: it is whole along a name if mesh axes do not
+    divide the new size."""
     layout = current_layout()
     if layout is None or state_of(x.array).mode in ("none", "manual"):
         return to_layout(x)
@@ -248,7 +249,7 @@ def whole(x: NamedArray, names: tuple[str, ...], what: str, by_order: tuple[str,
     """Gathers the given axes, for operations that JAX refuses on a sliced dimension.
 
     Args:
-        by_order: those of them along which the operation goes by the order, all where not given.
+        by_order: those of them along which the operation depends on the order; all if not given.
 
     Raises:
         NamesError: the layout is strict, or has positions dealt out and the operation goes by their order.
@@ -268,7 +269,7 @@ def whole(x: NamedArray, names: tuple[str, ...], what: str, by_order: tuple[str,
 
 
 def widen(x: NamedArray, names: tuple[str, ...]):
-    """The plain array with all names of an operation in order, of size 1 where `x` does not have them."""
+    """The plain array with all names of an operation in order, of size 1 if `x` does not have them."""
     if x.names == names:
         return x.array
     array = transpose_array(x.array, [names.index(name) for name in x.names])
@@ -276,7 +277,7 @@ def widen(x: NamedArray, names: tuple[str, ...]):
 
 
 def transpose_array(array, places: list[int]):
-    """The dimensions in the order of the places where they go."""
+    """The array with its dimensions at the given places."""
     order = sorted(range(len(places)), key=places.__getitem__)
     return array if order == sorted(order) else jnp.transpose(array, order)
 
@@ -294,12 +295,12 @@ def spread(x: NamedArray, names: tuple[str, ...], where: Assignment | None, size
 
 
 def locally(fn, array):
-    """A function along whole dimensions of a plain array, which the slices of the others do not concern.
+    """Runs a function along whole dimensions of a plain array, whatever slices the others.
 
-    JAX partitions some of these itself, but not their gradients (of a sort, say): each device runs its own slices.
+    JAX partitions some functions itself, but not their gradients (a sort's, say): so each device runs its own slices.
 
     Args:
-        fn: gives one array or several, of dimensions in the same order, whose sliced ones keep their sizes.
+        fn: gives one array or several, with dimensions in the same order; sliced ones keep their sizes.
         array: in any mode.
     """
     state = state_of(array)
@@ -310,7 +311,7 @@ def locally(fn, array):
 
 
 def own_mesh(array):
-    """The mesh of an array for `shard_map`, where none is in force: its own, or that of a traced value's type."""
+    """The mesh of an array for `shard_map`, if none is in force: its own, or that of a traced value's type."""
     if not jax.sharding.get_abstract_mesh().empty:
         return None
     own = jax.typeof(array) if is_tracer(array) else array
@@ -318,7 +319,7 @@ def own_mesh(array):
 
 
 def one_axis_one_name(where: Assignment, operands: list[NamedArray], what: str) -> None:
-    """In manual mode a mesh axis slices one name, or devices combine slices that do not belong together.
+    """Checks that in manual mode a mesh axis slices one name; else devices combine unrelated slices.
 
     Raises:
         NamesError: it slices two.

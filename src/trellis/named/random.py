@@ -6,7 +6,7 @@ numbers depend on the key, the names' order and the sizes, not on the mesh.
 (The `rbg` generator has neither property.)
 
 Each sampler takes a key (plain, or a named array of no names), the axes, the distribution's parameters as numbers, and
-`at`: "compute", or "params" for what will rest as a parameter, the layout's other map.
+`at`, a map of the layout's: "compute", or "params" for what will rest as a parameter.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def normal(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
-    """Normal numbers of mean 0 and deviation 1.
+    """Normal numbers of mean 0 and variance 1.
 
     Names: the given ones.
     Gradient: none.
@@ -61,7 +61,7 @@ def normal(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedA
 
 
 def uniform(key, axes: Axes, dtype=jnp.float32, minval=0.0, maxval=1.0, *, at: str = "compute") -> NamedArray:
-    """Numbers evenly between `minval` and `maxval`, the latter not included.
+    """Uniform numbers from `minval` to `maxval`, the latter not included.
 
     Names: the given ones.
     Gradient: none.
@@ -71,7 +71,7 @@ def uniform(key, axes: Axes, dtype=jnp.float32, minval=0.0, maxval=1.0, *, at: s
 
 
 def truncated_normal(key, axes: Axes, lower, upper, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
-    """Normal numbers, those only that lie between `lower` and `upper`.
+    """Normal numbers, restricted to between `lower` and `upper`.
 
     Names: the given ones.
     Gradient: none.
@@ -91,7 +91,7 @@ def bernoulli(key, axes: Axes, p=0.5, *, at: str = "compute") -> NamedArray:
 
 
 def randint(key, axes: Axes, minval, maxval, dtype=jnp.int32, *, at: str = "compute") -> NamedArray:
-    """Whole numbers evenly from `minval` to `maxval`, the latter not included.
+    """Uniform whole numbers from `minval` to `maxval`, the latter not included.
 
     Names: the given ones.
     Gradient: none.
@@ -151,7 +151,7 @@ def logistic(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> Name
 
 
 def rademacher(key, axes: Axes, dtype=jnp.int32, *, at: str = "compute") -> NamedArray:
-    """-1 or 1, evenly.
+    """-1 or 1, equally likely.
 
     Names: the given ones.
     Gradient: none.
@@ -184,7 +184,7 @@ _part: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("part",
 
 @contextlib.contextmanager
 def for_part(number: jax.Array) -> Generator[None]:
-    """Within it, what is drawn along a name of which the program sees a part is this part's own, also from a key that
+    """Makes what is drawn inside, along a name of which the program sees a part, this part's own, even from a key that
     is the same for all parts."""
     token = _part.set(number)
     try:
@@ -255,7 +255,7 @@ def permutation(key, axis: Axis) -> NamedArray:
 
 
 def shuffle(key, x: NamedArray, along: Name) -> NamedArray:
-    """The array with its positions along a name in random order, the same one for all others.
+    """The array with its positions along a name in random order, the same along the others.
 
     Names: those of `x`.
     Gradient: back to where each value came from; an all-gather where the name is sliced.
@@ -265,7 +265,7 @@ def shuffle(key, x: NamedArray, along: Name) -> NamedArray:
     key = plain_key(key, "random.shuffle")
 
     def rows(a, axis):
-        # Places in random order, not values: JAX has no gradient of these in a mapped function over slices.
+        # Shuffles places, not values: JAX has no gradient of the latter in a mapped function over slices.
         return jnp.take(a, jax.random.permutation(key, a.shape[axis]), axis=axis)
 
     return apply_along(rows, x, along, name="random.shuffle")
@@ -298,7 +298,7 @@ def split(key, name: Name, count: int | None = None) -> NamedArray:
 
 
 def fold_in(key, data) -> jax.Array:
-    """A key for this number: `jax.random.fold_in`, of plain or named scalars.
+    """A key for this number: `jax.random.fold_in` for plain or named scalars.
 
     Names: none; one key.
     Gradient: none.
@@ -309,7 +309,7 @@ def fold_in(key, data) -> jax.Array:
 
 
 def dropout(key, x: NamedArray, rate: float) -> NamedArray:
-    """Zeros each element with probability `rate`, scales the others to keep the mean.
+    """Zeros each element with probability `rate`, and scales the others to keep the mean.
 
     Names: those of `x`.
     Gradient: elementwise; nothing moves.

@@ -1,7 +1,7 @@
 """Reductions over names.
 
-A reduction's result has the names that are left, where the layout has them. Over a sliced name it is an all-reduce of
-the result; in manual mode only `sum` takes a sliced name, and leaves a partial sum.
+A reduction's result has the names that are left, placed as the layout says. Over a sliced name the result is
+all-reduced; in manual mode only `sum` takes a sliced name, and leaves a partial sum.
 """
 
 import functools
@@ -39,7 +39,7 @@ def names_of(x: NamedArray, over: Names | None, what: str) -> tuple[str, ...]:
 
 
 def lift_reduction(fn: Callable, *, name: str | None = None, gather: bool = True) -> Callable[..., NamedArray]:
-    """Makes a reduction `fn(array, axis=..., **kwargs)` one over names.
+    """Turns a reduction `fn(array, axis=..., **kwargs)` into one over names.
 
     The result has the remaining names. `where`, if given, is a named mask whose
     names are among the array's.
@@ -47,10 +47,10 @@ def lift_reduction(fn: Callable, *, name: str | None = None, gather: bool = True
     Args:
         fn: takes the positions of the dimensions that go, as a tuple.
         name: what errors call it.
-        gather: JAX refuses it, or its gradient, on a sliced dimension, so that these are gathered first.
+        gather: whether sliced dimensions are gathered first, since JAX refuses it, or its gradient, on them.
 
     Raises:
-        NamesError: of what it is made, JAX's types do not know how its result lies, of an array in slices.
+        NamesError: JAX's types do not know how the function's result is sliced, for an array in slices.
     """
 
     @functools.wraps(fn)
@@ -74,7 +74,7 @@ def reduction(
     refuse_others((x,), what)
     if not isinstance(x, NamedArray) and over is None and where is None:
         return fn(x, **kwargs)
-    x = operand(x, what, copies=False)  # or a loss may be copies, each of which `jax.grad` gives a gradient of one
+    x = operand(x, what, copies=False)  # else a loss may be copies, and `jax.grad` gives each a gradient of one
     gone = names_of(x, over, what)
     if gather or state_of(x.array).mode == "manual":
         x = whole(x, gone, what)
@@ -86,7 +86,7 @@ def reduction(
 
 
 def masked(x: NamedArray, mask, what: str) -> tuple[NamedArray, jax.Array]:
-    """The array, and a mask as a plain array of its shape, where it is.
+    """The array, and a mask as a plain array of its shape and placement.
 
     Raises:
         NamesError: it has names that `x` has not, other sizes, or is not one of bools.
@@ -106,7 +106,7 @@ def masked(x: NamedArray, mask, what: str) -> tuple[NamedArray, jax.Array]:
 
 
 def without(x: NamedArray, array, gone) -> NamedArray:
-    """The array that is left of `x` when names have gone."""
+    """What is left of `x` after `gone`, a named array."""
     kept = [i for i, n in enumerate(x.names) if n not in gone]
     return NamedArray(array, tuple(x.names[i] for i in kept), tuple(x.slices[i] for i in kept) if x.slices else ())
 
@@ -114,7 +114,7 @@ def without(x: NamedArray, array, gone) -> NamedArray:
 def sum(x, over: Names | None = None, *, where: NamedArray | None = None, dtype=None) -> NamedArray:
     """Sum over names, all of them if none are given.
 
-    Linear: partial sums stay partial sums. In manual mode a sum over a sliced name is one.
+    Linear: partial sums stay partial sums. In manual mode a sum over a sliced name is a partial sum.
 
     Names: those of `x` that are not in `over`.
     Gradient: to every position that counts; nothing moves.
@@ -147,7 +147,7 @@ def mean(x, over: Names | None = None, *, where: NamedArray | None = None) -> Na
 
 
 def prod(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
-    """Product over names; sliced ones are gathered first (JAX has no gradient of it there).
+    """Product over names; sliced ones are gathered first (JAX has no gradient there).
 
     Names: those of `x` that are not in `over`.
     Gradient: the product of all others; nothing moves.
@@ -157,17 +157,17 @@ def prod(x, over: Names | None = None, *, where: NamedArray | None = None) -> Na
 
 
 def _product(array, axis: tuple[int, ...] | None = None, where=None):
-    """JAX's gradient of a product takes the other dimensions apart, too: each device has that of its own slices."""
+    """`jnp.prod`, on each device's own slices: JAX's gradient takes the other dimensions apart, too."""
     if axis is None:
         return jnp.prod(array)
     array = array if where is None else jnp.where(where, array, jnp.ones((), array.dtype))
-    # One dimension after the other: of several at once JAX cannot map the gradient over slices.
+    # One dimension after the other: JAX cannot map the gradient of several at once over slices.
     one_by_one = lambda a: functools.reduce(lambda a, i: jnp.prod(a, i, keepdims=True), axis, a)
     return jnp.squeeze(locally(one_by_one, array), axis)
 
 
 def max(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
-    """Largest value over names. Of no values it is `initial`, or the lowest of the dtype.
+    """Largest value over names; if there are none, `initial`, or the lowest of the dtype.
 
     Names: those of `x` that are not in `over`.
     Gradient: shared equally by the positions that attain it; an all-reduce, to count these, where a name in `over` is
@@ -180,7 +180,7 @@ def max(x, over: Names | None = None, *, where: NamedArray | None = None, initia
 
 
 def min(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
-    """Smallest value over names. Of no values it is `initial`, or the highest of the dtype.
+    """Smallest value over names; if there are none, `initial`, or the highest of the dtype.
 
     Names: those of `x` that are not in `over`.
     Gradient: shared equally by the positions that attain it; an all-reduce, to count these, where a name in `over` is
@@ -193,7 +193,7 @@ def min(x, over: Names | None = None, *, where: NamedArray | None = None, initia
 
 
 def _attained(fn: Callable, array, axis: tuple[int, ...] | None = None, where=None, initial=None):
-    """`jnp.max` or `jnp.min`, which is NaN where one of the values is, also on another device."""
+    """`jnp.max` or `jnp.min`, which is NaN if one of the values is, also on another device."""
     made = _extreme(fn, axis, array, where, initial)
     if axis is None or not backend.loses_nan(array, axis):
         return made
@@ -208,8 +208,8 @@ def _extreme(fn: Callable, axis: tuple[int, ...] | None, array, where, initial):
 
 @_extreme.defjvp
 def _extreme_jvp(fn, axis, primals, tangents):
-    """Of values that are found in memory: XLA's CPU compiler makes values twice where that is cheap, and rounds them
-    otherwise the second time, so that the largest is found nowhere among them."""
+    """The derivative, from values in memory: XLA's CPU compiler computes cheap values twice, and rounds them
+    differently the second time, so that the largest is found nowhere among them."""
     array, where, initial = primals
     given, moving = ((array,), tangents[:1]) if initial is None else ((array, initial), tangents[::2])
     alone = backend.by_itself(lambda x, first=None: fn(x, axis=axis, where=where, initial=first))
@@ -321,7 +321,7 @@ def count_nonzero(x, over: Names | None = None) -> NamedArray:
 
 
 def _least(x, where, initial, sign: int):
-    """What a largest or smallest value starts from where there may be none, by a mask or a size of 0."""
+    """What a largest or smallest value starts from if there may be none (a mask, or a size of 0)."""
     if initial is not None or (where is None and 0 not in np.shape(getattr(x, "array", x))):
         return initial
     if jnp.issubdtype(x.dtype, jnp.floating):
@@ -333,7 +333,7 @@ def _least(x, where, initial, sign: int):
 
 
 def argmax(x: NamedArray, over: Name) -> NamedArray:
-    """Position of the largest value along a name, the first one of equals.
+    """Position of the largest value along a name, the first of equal ones.
 
     Names: those of `x` but `over`.
     Gradient: none; the result is positions.
@@ -343,7 +343,7 @@ def argmax(x: NamedArray, over: Name) -> NamedArray:
 
 
 def argmin(x: NamedArray, over: Name) -> NamedArray:
-    """Position of the smallest value along a name, the first one of equals.
+    """Position of the smallest value along a name, the first of equal ones.
 
     Names: those of `x` but `over`.
     Gradient: none; the result is positions.

@@ -1,4 +1,4 @@
-"""Operations that change names, order and sizes, and no values. They take partial sums, too: all of them are linear."""
+"""Operations that change names, order and sizes, but no values. They take partial sums, too: all of them are linear."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def rename(x: NamedArray, names: Mapping[Name, Name] | None = None, **more: Name
     names = {} if names is None else mapping_of(names, "rename", "write rename(x, old='new') or {'old': 'new'}")
     new = {x.names[x.index(old)]: name for old, name in {**names, **more}.items()}
     refuse_cut(new, "rename")
-    kept = (POSITIONS, KEY_POSITIONS)  # a name under which positions stay dealt out, where they are
+    kept = (POSITIONS, KEY_POSITIONS)  # names under which positions stay dealt out, if they are
     refuse_dealt([n for old, name in new.items() for n in (old, str(name)) if {old, str(name)} != {*kept}], "rename", x)
     renamed = tuple(name_of(new[n], "rename") if n in new else n for n in x.names)
     if len(set(renamed)) < len(renamed):
@@ -69,7 +69,7 @@ def transpose(x: NamedArray, names: Names) -> NamedArray:
 def split_axis(x: NamedArray, name: Name, into: Mapping[str, int] | Sequence[Axis]) -> NamedArray:
     """Splits one dimension into several, major to minor. One size may be -1.
 
-    Where the dimension is sliced, its first part takes the slices.
+    If the dimension is sliced, its first part takes the slices.
 
     Names: those of `x`, with the new ones in the place of the old.
     Gradient: merged again; nothing moves.
@@ -120,7 +120,7 @@ def split_axis(x: NamedArray, name: Name, into: Mapping[str, int] | Sequence[Axi
 def merge_axes(x: NamedArray, names: Sequence[Name], into: Name) -> NamedArray:
     """Merges dimensions into one, major to minor.
 
-    They are brought side by side, where the first one stands. Where an inner one is sliced, it is gathered first.
+    They are brought side by side, where the first one stands. If an inner one is sliced, it is gathered first.
 
     Names: those of `x`, with `into` in the place of the first.
     Gradient: split again; nothing moves.

@@ -1,4 +1,4 @@
-"""Rounding at random, to one of a number's two neighbours in a type, the nearer the likelier: right in the mean.
+"""Rounding at random, without bias: to one of a number's two neighbours in a type, more likely the nearer one.
 
 What is drawn for an element depends on its place in the whole array, so it is the same on every mesh.
 """
@@ -14,9 +14,9 @@ from trellis.notation.state import sharding_on, state_of
 
 
 def bytes_for(x: jax.Array, key: jax.Array) -> jax.Array:
-    """8 random bits for each element, four of a draw: `u32` below 256.
+    """8 random bits for each element, four from a draw: `u32` below 256.
 
-    A draw is of four elements that follow each other along the last dimension, where devices have whole fours.
+    A draw serves four consecutive elements along the last dimension, if devices have whole fours.
     """
     state = state_of(x)
     *front, last = x.shape
@@ -38,14 +38,13 @@ def drawn_for(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def at_random(x: jax.Array, dtype, chance: jax.Array, *, squares: bool = False) -> jax.Array:
-    """Float32 numbers rounded to numbers of a narrower type, float32 still.
+    """Float32 numbers rounded at random to a narrower type, still float32.
 
     Args:
         x: within the type's range, or not finite, which stays.
         dtype: of floats.
         chance: for each number one that is evenly drawn from 0 to 1.
-        squares: rounded so that the mean of the squares is that of `x`, which is not negative; none but zero becomes
-            zero.
+        squares: rounds so that the mean of the squares is that of `x`, which is not negative; only zero becomes zero.
     """
     step = _step_at(x, dtype)
     scaled = x / step
@@ -60,7 +59,7 @@ def at_random(x: jax.Array, dtype, chance: jax.Array, *, squares: bool = False) 
 
 
 def nearest(x: jax.Array, dtype) -> jax.Array:
-    """Float32 numbers rounded to the nearest of a narrower type, ties to even, float32 still: within its range.
+    """Float32 numbers within a narrower type's range rounded to its nearest, ties to even, still float32.
 
     XLA's CPU compiler may round to float16 on the way to four bits, and then again.
     """
@@ -69,14 +68,14 @@ def nearest(x: jax.Array, dtype) -> jax.Array:
 
 
 def _step_at(x: jax.Array, dtype) -> jax.Array:
-    """How far apart a type's numbers are there."""
+    """How far apart a type's numbers are at `x`."""
     info = jnp.finfo(dtype)
     least, fraction = max(int(info.minexp), int(info.nmant) - 126), int(info.nmant)
     return power_of_two(jnp.maximum(exponent_of(jnp.abs(x)), least) - fraction)
 
 
 def exponent_of(x: jax.Array, *, up: bool = False) -> jax.Array:
-    """The whole part of log2 of positive numbers, or that above, from their bits."""
+    """log2 of positive numbers, rounded down or `up`, from their bits."""
     bits = lax.bitcast_convert_type(x, jnp.int32) + (0x7FFFFF if up else 0)
     return (bits >> 23) - 127
 

@@ -1,4 +1,4 @@
-"""What is kept for the backward pass: said where it is made, chosen by a policy."""
+"""What is kept for the backward pass: marked where it is made, chosen by a policy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def save(x, name: str, *, if_named: bool = False):
     Args:
         x: an array, a named array or a tree of them.
         name: what policies call it.
-        if_named: a policy that keeps everything that is marked does not keep it, only one that names it.
+        if_named: whether only a policy that names the mark keeps it, not one that keeps everything marked.
     """
     mark = f"{name}{IF_NAMED}" if if_named else name
     return jax.tree.map(lambda a: checkpoint_name(a, mark), x)
@@ -80,14 +80,14 @@ class Keep:
         return to_host(primitive, *operands, **how)
 
 
-# The mark of products made of many.
+# The mark of a product that is made of many.
 PRODUCT = f"{OWN_MARK}product"
 
 
 def _products(primitive, *operands, **how) -> bool:
-    """Products without batch dimensions; of one that leaves partial sums, what these settle to.
+    """Whether a value is a product without batch dimensions, or what a product's partial sums settle to.
 
-    JAX cannot stack partial sums over the steps of a loop, and the sum over devices would be made again.
+    JAX cannot stack partial sums over the steps of a loop, and the sum over devices would be repeated.
     """
     if primitive.name == "dot_general" and (spec := how["out_sharding"]) is not None and spec.spec.unreduced:
         return False

@@ -1,7 +1,7 @@
-"""Products of arrays in blocks (`trellis.named.blocks`), whose scales belong to their numbers.
+"""Products of arrays in blocks: numbers with their scales (`trellis.named.blocks`).
 
-On NVIDIA's GPUs from Blackwell on it is `jax.nn.scaled_matmul`: one product of narrow numbers with their scales.
-Elsewhere the numbers are opened, in a type that holds them as they are, and multiplied.
+NVIDIA's GPUs from Blackwell on run `jax.nn.scaled_matmul`: one product of narrow numbers with their scales. Elsewhere
+the numbers are opened, in a type that represents them exactly, and multiplied.
 """
 
 import math
@@ -41,14 +41,14 @@ def scaled_product(a, sa, b, sb, numbers, *, dtype, spec=None) -> jax.Array:
 
 
 def _fits(values, scales, summed: Dims) -> bool:
-    """Whether along what is summed there are whole blocks along the innermost dimension, and of one along others."""
+    """Whether blocks are whole along the innermost summed dimension, and of one number along the other summed ones."""
     block = next(form.block for form in (MXFP8, NVFP4) if form.element == values.dtype)
     blocks = [values.shape[d] // scales.shape[d] for d in summed]
     return bool(blocks) and blocks[-1] == block and all(n == 1 for n in blocks[:-1])
 
 
 def _by_kernel(a, sa, b, sb, numbers, spec) -> jax.Array:
-    """By `jax.nn.scaled_matmul`, on the slices that devices have: XLA partitions no such product of explicit types."""
+    """Runs `jax.nn.scaled_matmul` on each device's slices: XLA partitions no such product of explicit types."""
     states = [state_of(x) for x in (a, b)]
     if states[0].mode != "explicit":
         return _local(a, sa, b, sb, numbers)

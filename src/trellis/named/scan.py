@@ -54,9 +54,9 @@ def loop(
     """`scan`.
 
     Args:
-        once: what is done to the body where the loop is written out: `jax.jit`, so that it is traced once, or nothing.
+        once: what is applied to the body if the loop is written out: `jax.jit`, so that it is traced once, or nothing.
         own: a tree for each position, which `fn` gets after the carry; the loop is written out.
-        by_order: whether what is made of a position follows from those before it.
+        by_order: whether the result at a position depends on those before it.
     """
     name = name_of(axis, "scan")
     ordered = (name,) if by_order else ()
@@ -101,8 +101,8 @@ def loop(
 
 
 def _written_out(one, carry, moving, length: int, reverse: bool, own: tuple = ()):
-    """What `jax.lax.scan` computes, without a loop: what the body keeps for the backward pass is kept as it is, where
-    an unrolled `lax.scan` stacks it and takes it apart again."""
+    """What `jax.lax.scan` computes, without a loop. What the body keeps for the backward pass is kept as it is; an
+    unrolled `lax.scan` stacks it and takes it apart again."""
     leaves, structure = jax.tree.flatten(moving)
     parts = [positions(x, 0) for x in leaves]
     ys = {}
@@ -130,7 +130,7 @@ def _in_groups(one, carry, moving, length: int, size: int, reverse: bool):
 
 
 def _folded(x, count: int, sizes: tuple[int, ...]):
-    """A plain array, of which dimensions of these sizes stand for the first ones, so many, which are not sliced."""
+    """A plain array with dimensions of these sizes in place of its first `count`, which are not sliced."""
     state = state_of(x)
     spec = spec_of([*[()] * len(sizes), *state.axes[count:]], state.pending, state.copied)
     out = sharding_on(x, spec) if state.mode == "explicit" else None
@@ -149,7 +149,7 @@ def fold(
 
 
 def map(fn: Callable, axis: Name, *, policy: Keep | Callable | None = None) -> Callable:
-    """One position after the other, without a carried value (where `vmap` would need too much memory)."""
+    """Maps one position after the other, without a carry (for when `vmap` would need too much memory)."""
 
     def mapped(*xs):
         one = lambda _, *x: (None, fn(*x))

@@ -1,8 +1,8 @@
-"""What an index says, read once for reading and for updates: `x["pos", 3, "batch", ids]`.
+"""What an index says, read in one place for reading and updates: `x["pos", 3, "batch", ids]`.
 
-One rule for positions, on every layout: they count from 0, and negative ones from the end. A position that is known
-while tracing (a number, a list, a NumPy array) is refused where it is outside. One that is a value of the program
-(a JAX array) reads zeros there, and writes nothing.
+One rule holds for positions, on every layout: they count from 0, negative ones from the end. A position that is known
+while tracing (a number, a list, a NumPy array) is refused if it is out of range. One that is a value of the program (a
+JAX array) then reads zeros, and writes nothing.
 """
 
 import operator
@@ -105,7 +105,7 @@ def _integers(x: NamedArray, name: str, ids: NamedArray, what: str) -> NamedArra
         if outside := [i for i in ids.array.ravel().tolist() if not -x.shape[name] <= i < x.shape[name]]:
             _inside(x, name, outside[0], what)
         return NamedArray(ids.array.astype(np.int32), ids.names)
-    if ids.dtype.itemsize < 4:  # JAX counts negative ones from the end in their own type, where they overflow
+    if ids.dtype.itemsize < 4:  # JAX counts negative ones from the end in their own type, which may overflow
         ids = ids.with_array(ids.array.astype(jnp.int32))
     return ids
 

@@ -28,11 +28,11 @@ class Stacked(eqx.Module):
     block is traced and compiled once; `unrolled=True` runs them one by one.
 
     Attributes:
-        block: the block, with stacked parameters; a tuple of blocks where they are taken apart.
+        block: the block, with stacked parameters; a tuple of blocks if they are taken apart.
         axis: the layers' axis.
         unrolled: one after the other instead of a scan.
-        unroll: how many layers one iteration of the scan holds. None: all of them on a CPU, where a loop costs the
-            copying of every saved value into and out of a stack, if there are at most 16; else one.
+        unroll: how many layers one iteration of the scan holds. None: on a CPU, where a loop copies every saved value
+            into and out of a stack, all of them if there are at most 16; else one.
     """
 
     block: eqx.Module | tuple[eqx.Module, ...]
@@ -58,10 +58,10 @@ class Stacked(eqx.Module):
         return jax.tree.map(lambda p: index(p, {self.axis.name: i}) if is_named(p) else p, self.block, is_leaf=is_named)
 
     def apart(self) -> "Stacked":
-        """The same layers, each with parameters of its own, where a CPU writes them out; elsewhere these.
+        """The same layers, each with parameters of its own, if a CPU writes them out; else these layers.
 
-        Of parameters that several microbatches use, XLA's CPU compiler cuts each layer's out of the stack for every
-        one of them, and stacks the gradients of all layers for every one.
+        If several microbatches use the parameters, XLA's CPU compiler cuts each layer's out of the stack for every one,
+        and stacks the gradients of all layers for every one.
         """
         leaves, structure = jax.tree.flatten(self.block, is_leaf=is_named)
         stacked = [is_named(p) and self.axis.name in p.names for p in leaves]
@@ -108,7 +108,7 @@ class Stacked(eqx.Module):
     def scan(self, x, *args, each=(), call: Callable | None = None, policy: Keep | None = None):
         """`fold` for layers that give `(x, y)`: also the ys, under the layers' name.
 
-        Never a pipeline: where a layout spreads the layers over a mesh axis in use, they are gathered first.
+        Never a pipeline: if a layout spreads the layers over a mesh axis in use, they are gathered first.
         """
         if (met := cut.meet(cut.Fold(self, x, args, tuple(each), call, policy, makes=True))) is not None:
             return met[0]

@@ -1,4 +1,4 @@
-"""What is faster on one CPU and slower on another, as the program that is being traced was told."""
+"""Choices that are faster on one CPU and slower on another, for the program that is being traced."""
 
 import contextlib
 from collections.abc import Generator
@@ -8,11 +8,11 @@ import jax
 
 
 class Tuned(NamedTuple):
-    """How a CPU's kernels are cut; accelerators ask for none of this.
+    """How a CPU's kernels are cut up; accelerators use none of this.
 
     Attributes:
-        attention_chunk: queries of attention that are computed at a time; None for the kernel's own.
-        loss_chunk: tokens of the loss that are computed at a time; None for the kernel's own.
+        attention_chunk: how many queries attention computes at a time; None: the kernel's own choice.
+        loss_chunk: how many tokens the loss computes at a time; None: the kernel's own choice.
         turned: which operand of a weight gradient's product is copied transposed before it.
     """
 
@@ -26,15 +26,15 @@ _told = jax.make_user_context(None)
 
 
 def tuned() -> Tuned:
-    """What holds where this is asked."""
+    """The choices in force here."""
     return _told.value or _USUAL
 
 
 @contextlib.contextmanager
 def tuned_for(choice: Tuned) -> Generator[None]:
-    """What is traced within it is made so, backward passes only as far as they are traced within it too.
+    """Makes this choice for what is traced inside; for backward passes only if they are traced inside too.
 
-    What JAX keeps of traces is kept for each choice by itself.
+    JAX's cache keeps the traces of each choice apart.
     """
     with _told(choice if choice != _USUAL else None):
         yield

@@ -22,7 +22,7 @@ def abs(x) -> NamedArray:
 
 
 def ceil(x) -> NamedArray:
-    """The next whole number above.
+    """The value rounded up.
 
     Names: those of `x`.
     Gradient: zero; nothing moves.
@@ -222,7 +222,7 @@ def fabs(x) -> NamedArray:
 
 
 def floor(x) -> NamedArray:
-    """The next whole number below.
+    """The value rounded down.
 
     Names: those of `x`.
     Gradient: zero; nothing moves.
@@ -242,7 +242,7 @@ def imag(x) -> NamedArray:
 
 
 def invert(x) -> NamedArray:
-    """Every bit the other one; of bools, not.
+    """Every bit inverted; for bools, not.
 
     Names: those of `x`.
     Gradient: none; whole numbers have none.
@@ -372,7 +372,7 @@ def rint(x) -> NamedArray:
 
 
 def round(x, decimals: int = 0) -> NamedArray:
-    """The nearest number of so many decimals, halves to the even one.
+    """The nearest number with `decimals` decimals, halves to the even one.
 
     Names: those of `x`.
     Gradient: zero; nothing moves.
@@ -392,7 +392,7 @@ def sign(x) -> NamedArray:
 
 
 def signbit(x) -> NamedArray:
-    """Whether the sign is minus, also of -0.0.
+    """Whether the sign is minus, also for -0.0.
 
     Names: those of `x`.
     Gradient: none; the result is bools.
@@ -470,5 +470,5 @@ def stop_gradient(x) -> NamedArray:
     """
     if not isinstance(x, NamedArray):
         return by_name(jax.lax.stop_gradient, x)
-    x = operand(x, "stop_gradient")  # copies are copies still, and have none either
+    x = operand(x, "stop_gradient")  # copies stay copies, and have no gradient either
     return x.with_array(jax.lax.stop_gradient(x.array))

@@ -29,7 +29,7 @@ def at(x: NamedArray) -> "At":
 
 
 class At:
-    """The places of an array that an update is for: `x.at`, until it is indexed."""
+    """What `x.at` gives, to be indexed with the places that an update is for."""
 
     def __init__(self, x: NamedArray):
         self.x = x
@@ -41,10 +41,9 @@ class At:
 class Place:
     """Places of an array, selected as in indexing, to be read or updated.
 
-    An update gives a new array. Its value is a number or a named array whose names are among those of the places,
-    which are the names that `x[...]` would have. A dimension that is indexed is gathered first, and so are the
-    positions and the values along their own names. Positions outside, of those that are values of the program, are
-    left alone.
+    An update gives a new array. Its value is a number or a named array whose names are among those of the places, which
+    are the names that `x[...]` would have. An indexed dimension is gathered first, and so are the positions and the
+    values along their own names. Positions that are values of the program are ignored if they are out of range.
     """
 
     def __init__(self, x: NamedArray, key):
@@ -59,11 +58,11 @@ class Place:
         return self._update("set", value)
 
     def add(self, value) -> NamedArray:
-        """The array with the values added at the places; at a place that is met twice, both."""
+        """The array with the values added at the places; both, if a place is met twice."""
         return self._update("add", value)
 
     def subtract(self, value) -> NamedArray:
-        """The array with the values subtracted at the places; at a place that is met twice, both."""
+        """The array with the values subtracted at the places; both, if a place is met twice."""
         return self._update("add", -value)
 
     def multiply(self, value) -> NamedArray:
@@ -102,14 +101,14 @@ class Place:
         updated = (*arrays, *numbers, *slices)
         layout = current_layout()
         # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices, and XLA's own partition of
-        # an update has been wrong: one piece.
+        # an update has been wrong: so it runs on whole arrays.
         mapped = layout is not None and layout.mapped
         x = _one_piece(whole(x, x.names if mapped else updated, what, by_order=updated), updated)
         return to_layout(_one_piece(_Update(x, arrays, numbers, slices, what).run(method, value), updated))
 
 
 def _one_piece(x: NamedArray, names) -> NamedArray:
-    """In auto mode, an array whole along the names that are updated, before and after: where the compiler of JAX 0.10.2
+    """In auto mode, an array whole along the names that are updated, before and after: if the compiler of JAX 0.10.2
     has just reshaped or joined a sliced dimension, or slices the result, its update writes to the wrong device."""
     layout = current_layout()
     if layout is None or state_of(x.array).mode != "auto":
@@ -148,7 +147,7 @@ class _Update:
         x, layout = self.x, current_layout()
         state = state_of(x.array)
         axes = dict(zip(x.names, x.slices or state.axes, strict=True))
-        if state.mode == "auto" and layout is not None:  # as `_one_piece` has put it, or XLA cuts the values otherwise
+        if state.mode == "auto" and layout is not None:  # as `_one_piece` put it, else XLA cuts the values otherwise
             axes = {n: () if n in self.updated else mine for n, mine in zip(x.names, layout.assign(x.names))}
         plain = place(x.array, state.axes, (), (), names=x.names) if state.mode == "explicit" else x.array
         names = [*self.aligned, *self.own, *self.free]
@@ -174,7 +173,7 @@ class _Update:
             ) from error
 
     def _whole(self, array, names, x: NamedArray, axes):
-        """Positions and values, sliced as the array is along the names that it has, whole along others."""
+        """Positions or values, sliced as the array is along the names that it has, whole along others."""
         state = state_of(array)
         if state.mode == "manual":
             from_slices([self.x, x], tuple(dict.fromkeys((*self.x.names, *x.names))))

@@ -1,9 +1,9 @@
 """`vmap` over a name.
 
-Where the layout slices the name, devices map over their own slices. What is mapped over brings its slices along;
-everything else is whole to the function. A parameter that rests sliced over the same mesh axes is gathered once, and
-held as one copy for each device: then its gradient is summed over the devices as one reduce-scatter, whatever the
-function does with it, and gradients taken inside, for each example, are right as well.
+If the layout slices the name, devices map over their own slices. Mapped arrays bring their slices along; everything
+else is whole to the function. A parameter that rests sliced over the same mesh axes is gathered once, and held as one
+copy for each device. So its gradient is summed over the devices as one reduce-scatter, whatever the function does with
+it, and gradients taken inside, for each example, are right as well.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def vmap(fn: Callable, axis: Name) -> Callable:
 
 
 def map_as_it_is(fn: Callable, name: str, axes: Axes) -> Callable:
-    """`vmap` over a name as the arrays are, for programs that say themselves how devices share it: over mesh axes."""
+    """`vmap` over a name with arrays as they are, for programs that say themselves which mesh axes share it."""
 
     def mapped(*args):
         tree = (args, {})
@@ -90,7 +90,7 @@ def _in_manual(fn: Callable, name: str, length: int, tree):
 
 
 def _plainly(fn: Callable, tree, length: int, over: Axes = ()):
-    """The mapped function on a marked tree, over the leading dimension of what is marked: devices along mesh axes."""
+    """Maps the function over the leading dimension of a tree's marked values: devices along the mesh axes `over`."""
     axis_name = mapped_name(over) if over else None
     in_axes = jax.tree.map(lambda x: 0 if is_mapped(x) else None, tree, is_leaf=is_mapped)
 
@@ -110,7 +110,7 @@ def _plainly(fn: Callable, tree, length: int, over: Axes = ()):
 
 
 def _in_our_words(error: Exception) -> str | None:
-    """What JAX says of a `vmap` that it does not do."""
+    """JAX's refusal of a `vmap`, in our words, or None."""
     text = str(error)
     if "Mapped away dimension" in text:
         return (
@@ -122,7 +122,7 @@ def _in_our_words(error: Exception) -> str | None:
             "vmap takes arrays of one mesh, got some that are on none, while no layout is in force: call it inside "
             "`with layout:`, which puts them there"
         )
-    if refuses_copies(error):  # of what is called at once `nn` makes none under a map
+    if refuses_copies(error):  # under a map `nn` makes no copies in what is called at once
         return (
             "JAX maps an operation over slices that are no copies (`~`), got one inside of a cond, a loop or a jit, in "
             "vmap: use where(...) instead of cond, or let the layout's compute slice the mapped name"
@@ -133,7 +133,7 @@ def _in_our_words(error: Exception) -> str | None:
             "got a while_loop over slices that carries something else too (a counter, say), in vmap: use a scan of a "
             "fixed length and where(...), or take the name out of the layout's compute"
         )
-    if "pvary is a invariant->variant" in text:  # so it is in JAX 0.10.2 to 0.12.0
+    if "pvary is a invariant->variant" in text:  # as in JAX 0.10.2 to 0.12.0
         return (
             "in manual mode JAX maps a cond whose branches read what is mapped, got a branch that reads an array which "
             "devices hold alike, in vmap: use where(...) instead of cond, or make the array an argument of the mapped "
@@ -143,7 +143,7 @@ def _in_our_words(error: Exception) -> str | None:
         "partitions cannot overlap" in text
         or "has duplicate entries" in text
         or "refer to an axis marked as manual" in text
-    ):  # without a layout, as it is whole in one
+    ):  # without a layout; with one, it is whole
         seen = re.split("Got |but |, but:", text)[-1]
         return (
             "a mapped function reads arrays that are whole along the mesh axes it is mapped over, got one in slices "
@@ -211,7 +211,7 @@ class _Map:
         return restore(jax.tree.map(self.joined, result), self.name, "vmap")
 
     def sliced(self, tree):
-        """Every array with its name sliced over the mesh axes, and nothing else over them."""
+        """Every array with the name sliced over the mesh axes, and nothing else over them."""
 
         def move(x):
             if not is_array(x) or not (is_named(x) or hasattr(x, "ndim")):
@@ -239,11 +239,11 @@ class _Map:
         return bool(self.axes) and state_of(array).mode == "explicit"
 
     def cut(self, x):
-        """The leading dimension as devices and what each of them has."""
+        """Splits the leading dimension: devices, and what each has."""
         return _each(x, lambda a: self._reshaped(a, (self.parts, a.shape[0] // self.parts, *a.shape[1:]), [()]))
 
     def whole(self, a):
-        """A result without slices over the mesh axes, which one that comes from outside of the function may have."""
+        """A result without slices over the mesh axes; one from outside of the function may have some."""
         state = state_of(a)
         if state.mode != "explicit" or not set(self.axes) & {*state.copied, *(a for mine in state.axes for a in mine)}:
             return a
@@ -251,7 +251,7 @@ class _Map:
         return place(a, axes, state.pending, state.copied - set(self.axes), names=tuple(f"_{i}" for i in range(a.ndim)))
 
     def joined(self, a):
-        """Devices and what each of them has as one leading dimension."""
+        """Merges devices and what each has into one leading dimension."""
         return self._reshaped(a, (a.shape[0] * a.shape[1], *a.shape[2:]), [], skip=2)
 
     def _reshaped(self, a, shape, extra, skip: int = 1):
@@ -262,7 +262,7 @@ class _Map:
         return jax.lax.reshape(a, shape, out_sharding=sharding_on(a, spec))
 
     def copy(self, x):
-        """A value held as copies along the mesh axes as one array, with a leading dimension of the devices."""
+        """A value that is held as copies along the mesh axes, as one array with a leading dimension of devices."""
 
         def spread(a):
             state = state_of(a)
@@ -274,5 +274,5 @@ class _Map:
 
 
 def _each(x, fn: Callable):
-    """A function of the plain array, whose rank changes, on a plain or named array."""
+    """Applies a function that changes a plain array's rank to a plain or named array."""
     return NamedArray.tree_unflatten((x.names, x.slices), (fn(x.array),)) if is_named(x) else fn(x)

@@ -1,11 +1,11 @@
-"""What models are written in: parameters, layers, attention, losses, precision.
+"""The building blocks of models: parameters, layers, attention, losses, precision.
 
     import trellis as tr
     from trellis import nn
 
-Everything takes and gives named arrays, mentions no mesh, and is right on every layout. `nn.moe` has what mixtures of
-experts are made of. For programs by hand there are functions on plain arrays: `dot_product_attention`,
-`decode_attention` and `linear_cross_entropy`.
+Everything takes and returns named arrays, mentions no mesh, and is right on every layout. `nn.moe` has the building
+blocks of mixtures of experts. For programs written by hand there are functions on plain arrays:
+`dot_product_attention`, `decode_attention` and `linear_cross_entropy`.
 """
 
 from trellis.nn import moe

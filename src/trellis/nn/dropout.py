@@ -6,9 +6,9 @@ from trellis.named import NamedArray, random
 
 
 class Dropout(eqx.Module):
-    """Zeros each element with a probability, and scales the others to keep the mean; without a key, nothing.
+    """Zeros each element with a probability, and scales the others to keep the mean; does nothing without a key.
 
-    The same elements on every mesh.
+    The elements are the same on every mesh.
 
     >>> x = tr.ones({"embed": 8})
     >>> Dropout(0.5)(x, jax.random.key(0))
@@ -24,5 +24,5 @@ class Dropout(eqx.Module):
     rate: float = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, key) -> NamedArray:
-        """With a PRNG key of this place and step, or None for no dropout."""
+        """`x` after dropout by a PRNG key of this place and step; None for no dropout."""
         return x if key is None else random.dropout(key, x, self.rate)

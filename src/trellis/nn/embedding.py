@@ -9,7 +9,7 @@ from trellis.nn.parameters import Table
 
 
 class Embedding(eqx.Module):
-    """Rows of a table, by their numbers.
+    """Looks up rows of a table by their numbers.
 
     >>> tokens = tr.named(jnp.array([[3, 1, 4]]), "batch pos")
     >>> layer = Embedding.init({"vocab": 16}, {"embed": 8}, key=jax.random.key(0))
@@ -17,7 +17,7 @@ class Embedding(eqx.Module):
     {'batch': 1, 'pos': 3, 'embed': 8}
 
     Attributes:
-        table: the name of the rows, then the names of a row. A language model's may be its unembedding too:
+        table: the name of the rows, then the names of a row. A language model's table may be its unembedding too:
             `next_token_loss(hidden, layer.table, targets)`; `tied` moves it once for both.
     """
 
@@ -25,13 +25,13 @@ class Embedding(eqx.Module):
 
     @staticmethod
     def init(rows, row, *, key, deviation: float = 1.0) -> "Embedding":
-        """A table of normal numbers.
+        """A table of normally distributed numbers.
 
         Args:
             rows: an `Axis`, or a map with one name: how many rows there are.
             row: an `Axis`, several, or a map: the shape of a row.
             key: a PRNG key.
-            deviation: of the numbers. The inverse root of a row's size makes logits of size 1, where the table is the
+            deviation: of the numbers. The inverse root of a row's size makes logits of size 1, if the table is the
                 unembedding.
         """
         return Embedding(normal(key, (*axes_of(rows), *axes_of(row)), deviation=deviation))

@@ -14,9 +14,9 @@ def swiglu(gate, up):
     """`silu(gate) * up`, of named or plain arrays.
 
     On TPUs the two gradients are made before the four products that read them. Left alone, the compiler makes them
-    anew inside each of these products, which then wait for the vector units: by its own schedule that costs 7 % of a
-    step of an 8B model on v5e (libtpu 0.0.42). On CPUs the backward pass makes the sigmoid again instead of keeping it,
-    once for each of the two gradients instead of writing and reading it in between.
+    again inside each of these products, which then wait for the vector units: by its own schedule that costs 7 % of a
+    step of an 8B model on v5e (libtpu 0.0.42). On CPUs the backward pass computes the sigmoid again instead of keeping
+    it, once for each of the two gradients, rather than writing it and reading it back.
 
     Names: those of `gate`.
     Gradient: elementwise; nothing moves.
@@ -35,7 +35,7 @@ def swiglu(gate, up):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """SwiGLU with bounds on what it takes, so that no activation is far from the others (OpenAI, 2025,
+    """SwiGLU with bounds on its inputs, so that no activation is far from the others (OpenAI, 2025,
     arXiv:2508.10925, section 2.3): `gate * sigmoid(slope * gate) * (up + 1)`, of named or plain arrays.
 
     >>> tr.round(ClampedSwiGLU(limit=7.0)(tr.full({"mlp": 2}, 100.0), tr.full({"mlp": 2}, -100.0)))
@@ -43,7 +43,7 @@ class ClampedSwiGLU:
     [-42. -42.]
 
     Attributes:
-        limit: the most that `gate` may be, and the most and, negative, the least that `up` may be.
+        limit: the upper bound of `gate` and of `up`; its negative is the lower bound of `up`.
         slope: of the sigmoid.
     """
 

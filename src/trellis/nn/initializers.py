@@ -1,4 +1,4 @@
-"""How parameters start. Each is made where it rests, by names: its numbers are the same on every mesh."""
+"""How parameters start. Each is made where it rests, by names, so its numbers are the same on every mesh."""
 
 import math
 
@@ -11,7 +11,7 @@ from trellis.named.create import layout_spec
 
 
 def weight(key, axes, *, over: str | tuple[str, ...], scale: float = 1.0, dtype=jnp.float32) -> NamedArray:
-    """A weight of a product, normal with variance `scale**2 / fan_in`, cut at three deviations.
+    """A weight of a product, normal with variance `scale**2 / fan_in`, truncated at three deviations.
 
     Names: the given ones.
     Gradient: none.
@@ -33,7 +33,7 @@ def weight(key, axes, *, over: str | tuple[str, ...], scale: float = 1.0, dtype=
 
 
 def normal(key, axes, *, deviation: float, dtype=jnp.float32) -> NamedArray:
-    """Normal numbers with the given deviation, cut at three of them.
+    """Normal numbers with the given deviation, truncated at three deviations.
 
     Names: the given ones.
     Gradient: none.
@@ -47,7 +47,7 @@ def normal(key, axes, *, deviation: float, dtype=jnp.float32) -> NamedArray:
     return (drawn * (deviation / _CUT)).astype(dtype)
 
 
-# The deviation of a standard normal cut at three deviations.
+# The deviation of a standard normal truncated at three deviations.
 _CUT = 0.98658
 
 

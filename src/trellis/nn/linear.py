@@ -9,9 +9,9 @@ from trellis.nn.parameters import Bias, Weight
 
 
 class Linear(eqx.Module):
-    """A product with a weight, and a bias: the names that go in are summed, those that come out are added.
+    """A product with a weight, plus a bias: it sums the names that go in and has those that come out instead.
 
-    Names in the place of sizes: a layer takes and gives as many as it is asked to.
+    A layer takes and gives as many names as it is asked to.
 
     >>> layer = Linear.init({"embed": 8}, {"heads": 2, "head_dim": 4}, key=jax.random.key(0))
     >>> layer(tr.ones({"batch": 3, "embed": 8})).shape

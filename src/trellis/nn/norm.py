@@ -1,4 +1,4 @@
-"""Norms. They compute in float32 and give their input's dtype back."""
+"""Norms. They compute in float32 and return their input's dtype."""
 
 import equinox as eqx
 import jax.numpy as jnp

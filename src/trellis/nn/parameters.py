@@ -36,9 +36,9 @@ Table = Annotated[NamedArray, Role.TABLE]
 Scale = Annotated[NamedArray, Role.SCALE]
 """Multiplies activations element by element."""
 Bias = Annotated[NamedArray, Role.BIAS]
-"""Is added to activations."""
+"""Added to activations."""
 
-# Axes that only say how many of a parameter there are, where they lead.
+# Axes that, if they come first, only say how many of a parameter there are.
 COUNTING = ("stage", "layers", "dense_layers", "experts")
 
 
@@ -57,7 +57,7 @@ class Parameter(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its axes; of a plain array none."""
+        """The names of its axes; none for a plain array."""
         return self.leaf.names if is_named(self.leaf) else ()
 
     @property
@@ -66,7 +66,7 @@ class Parameter(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of its elements, whole."""
+        """The number of elements of the whole array."""
         return math.prod(self.leaf.shape.values() if is_named(self.leaf) else self.leaf.shape)
 
     @property
@@ -81,7 +81,7 @@ class Parameter(NamedTuple):
 
     @property
     def role(self) -> Role:
-        """What it is for. Where nobody said, two axes or more make a weight, besides those that count."""
+        """What it is for. If undeclared, a weight if two axes or more are left beside those that count, else a bias."""
         return self.declared or (Role.WEIGHT if self.ndim - self.counting >= 2 else Role.BIAS)
 
     def matches(self, words: Sequence[str]) -> bool:
@@ -90,7 +90,7 @@ class Parameter(NamedTuple):
 
 
 def parameters(model: Any) -> list[Parameter]:
-    """The arrays of a model, in its order, whatever they hold: values, types, gradients.
+    """The parameters of a model, in its order, whatever its leaves are: values, types or gradients.
 
     >>> from trellis.named import Axis
     >>> from trellis.nn.norm import RMSNorm
@@ -105,7 +105,7 @@ def parameters(model: Any) -> list[Parameter]:
 
 
 def _declared(node: Any, path: tuple) -> Role | None:
-    """What the last field on the way to a leaf says."""
+    """The role that the last field on the way to a leaf declares."""
     role = None
     for key in path:
         match key:

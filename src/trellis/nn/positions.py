@@ -1,7 +1,7 @@
-"""A batch whose positions are dealt out, so that under a causal mask every device has as much to do.
+"""A batch whose positions are dealt out, so that under a causal mask every device has the same amount to do.
 
 Tokens, targets, masks and documents are small; they are gathered along positions once and dealt out. Everything else
-follows from `positions`: the model's angles or its table are those of the place that a token has in its sequence.
+follows from `positions`: a token gets the angles, or the row of a table, of its place in its sequence.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ def dealt_axes(layout: Layout | None) -> Axes:
 
 
 def dealt(batch: Batch) -> tuple[contextlib.AbstractContextManager, Batch]:
-    """The batch as attention wants it, and the layout that says so, to be in force while it is used.
+    """The batch as attention wants it, and the layout that says so, which must be in force while it is used.
 
     Args:
         batch: a dataclass of arrays `"batch pos"`, or None; with `tokens`, and with `positions` (the place of each
-            token in its document) where they are not 0, 1, ...
+            token in its document) if they are not 0, 1, ...
 
     Returns:
-        The layout, and the batch with `positions`. Where nothing is to be dealt out, nothing changes.
+        The layout, and the batch with `positions`. If nothing is to be dealt out, nothing changes.
     """
     layout = current_layout()
     axes, pos = dealt_axes(layout), batch.tokens.axis("pos")

@@ -1,4 +1,4 @@
-"""In which types a model is kept, and in which it computes."""
+"""The types in which a model is kept and computes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,16 +15,16 @@ from trellis.nn.parameters import COUNTING, Parameter, Role, parameters
 DType = Literal["float32", "bfloat16", "float16"]
 ProductKind = Literal["fp8", "int8", "mxfp8", "nvfp4"]
 
-# Of a step's random numbers, those that round gradients: dropout takes others.
+# The stream of a step's random numbers that rounds gradients; dropout takes others.
 _STREAM = 0x4E56
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """In which types numbers are kept and computed. Sums over a batch and the loss are float32 always.
+    """The types in which numbers are kept and computed. Sums over a batch and the loss are always float32.
 
-    The gradient with respect to the model at rest is in the type at rest, where the model is put to use inside the
-    function that is differentiated.
+    If the model is put to use inside the function that is differentiated, its gradient is in the type in which the
+    model rests.
 
     >>> policy = Precision(compute="bfloat16", exceptions={"norm": "float32"})
     >>> model = {"norm": tr.ones({"embed": 2}), "up": tr.ones({"embed": 2, "mlp": 4})}
@@ -35,32 +35,32 @@ class Precision:
     """
 
     params: DType = "float32"
-    """Parameters and optimizer state. Choose bfloat16 where parameters and optimizer do not fit otherwise; small
-    updates are then lost, but for updates=random."""
+    """Type of parameters and optimizer state. Choose bfloat16 if they do not fit otherwise; small updates are then
+    lost, unless updates=random."""
     updates: Literal["nearest", "random"] = "nearest"
-    """How updated parameters are rounded to a type below float32: to the nearest number, or to one of two at random,
-    right in the mean. Choose random with params=bfloat16, so that small updates add up."""
+    """How updated parameters are rounded to a type below float32: to the nearest number, or to one of two neighbours
+    at random, without bias. Choose random with params=bfloat16, so that small updates add up."""
     compute: DType = "bfloat16"
-    """Activations, and parameters in use. Choose float32 on CPUs without bfloat16 products, and to see whether rounding
-    is at fault."""
+    """Type of activations, and of parameters in use. Choose float32 on CPUs without bfloat16 products, and to see
+    whether rounding is at fault."""
     exceptions: Mapping[str, DType] = dataclasses.field(default_factory=FrozenMap)
-    """Computed in another type: a part of a parameter's name or one of its axes, and the type, as in norm: float32.
-    Name parts that are sensitive, such as a router."""
+    """What is computed in another type: a part of a parameter's name or one of its axes, and the type, as in norm:
+    float32. Name parts that are sensitive, such as a router."""
 
     products: Mapping[str, ProductKind] = dataclasses.field(default_factory=FrozenMap)
-    """Products in eight or four bits: a part of a weight's name or one of its axes (mlp, heads, experts; vocab, of the
+    """Products in eight or four bits: a part of a weight's name or one of its axes (mlp, heads, experts; vocab for the
     unembedding), and fp8, int8, mxfp8 (e4m3 with a scale for each 32 by 32 numbers) or nvfp4 (e2m1 with a scale for 16
-    numbers; NVIDIA's GPUs from Blackwell on), as in mlp: int8. Choose it where the plan says that it pays: on chips
-    with units for it, and where gathered weights are what a step waits for."""
+    numbers; NVIDIA's GPUs from Blackwell on), as in mlp: int8. Choose it if the plan says that it pays: on chips with
+    units for it, and where a step waits for gathered weights."""
 
     amax_history: int = 0
-    """From the largest elements of how many steps before scales of products in fp8 and int8 are made; 0 for those of
-    the step itself. Choose it where finding the largest element first, and then rounding, takes too long; what a step
-    has larger than those before is clipped."""
+    """How many earlier steps' largest elements give the scales of products in fp8 and int8; 0 for those of the step
+    itself. Choose it if finding the largest element first, and then rounding, takes too long; elements larger than in
+    those steps are clipped."""
 
     moments: Mapping[str, Literal["mxfp8"]] = dataclasses.field(default_factory=FrozenMap)
-    """What the optimizer keeps of weights and tables, in eight bits: a part of a parameter's name or one of its axes
-    (mlp, heads, experts), and mxfp8, e4m3 in blocks of 32 numbers, as in mlp: mxfp8. Choose it where parameters and
+    """Weights and tables whose moving averages are kept in eight bits: a part of a parameter's name or one of its axes
+    (mlp, heads, experts), and mxfp8, e4m3 in blocks of 32 numbers, as in mlp: mxfp8. Choose it if parameters and
     optimizer do not fit otherwise."""
 
     def __post_init__(self):
@@ -93,18 +93,18 @@ class Precision:
         )
 
     def at_rest(self, model: Any) -> Any:
-        """The parameters, named arrays anywhere in a tree, in the type that they are kept in."""
+        """The parameters, named arrays anywhere in a tree, in the type in which they are kept."""
         return _cast(model, self.params, FrozenMap())
 
     def in_use(self, model: Any) -> Any:
-        """The parameters in the types that they are used in; weights of narrow products are marked (`tr.Narrow`)."""
+        """The parameters in the types in which they are used; weights of narrow products are marked (`tr.Narrow`)."""
         return self._marked(_cast(model, self.compute, self.exceptions))
 
     def product_of(self, parameter: Parameter) -> ProductKind | None:
-        """The kind of a parameter's products, where they are narrow: those of weights, by the first part that fits.
+        """The kind of a weight's narrow products, by the first part that matches; None if they are not narrow.
 
-        Routers, weights to `routes`, stay whole: a rounded score sends tokens to other experts. The unembedding's are
-        `loss_product`.
+        Those of routers (weights to `routes`) never are: a rounded score sends tokens to other experts. For the
+        unembedding see `loss_product`.
         """
         if parameter.role != Role.WEIGHT or {"routes", "vocab"} & {*parameter.names}:
             return None
@@ -115,8 +115,8 @@ class Precision:
         return _first_of(self.products, unembedding_of(model)) if self.products else None
 
     def moments_of(self, parameter: Parameter) -> Literal["mxfp8"] | None:
-        """In which eight bits the optimizer keeps its averages of a parameter, where they are: those of weights and
-        tables, by the first part that fits."""
+        """The eight-bit kind in which the optimizer keeps its averages of a weight or table, by the first part that
+        matches; None if it keeps them in more bits."""
         if parameter.role not in (Role.WEIGHT, Role.TABLE):
             return None
         return _first_of(self.moments, parameter)
@@ -131,12 +131,12 @@ class Precision:
 
 
 def unembedding_of(model: Any) -> Parameter:
-    """The parameter that a language model's loss multiplies with."""
+    """The parameter that a language model's loss multiplies by."""
     return next(p for p in parameters(model) if p.leaf is model.unembedding)
 
 
 def with_largest(model: Any, largest: Mapping[str, Any]) -> Any:
-    """Parameters in use whose weights have the largest elements that their scales are made from.
+    """Parameters in use, whose weights get the largest elements from which their scales are made.
 
     Args:
         model: from `Precision.in_use`.
@@ -154,8 +154,8 @@ def with_largest(model: Any, largest: Mapping[str, Any]) -> Any:
 
 
 def with_keys(model: Any, key: jax.Array | None) -> Any:
-    """Parameters in use whose weights of products in nvfp4 have keys, by which gradients are rounded at random: each
-    its own, and each layer."""
+    """Parameters in use, with a key for each weight of nvfp4 products and each of its layers, by which gradients are
+    rounded at random."""
     if key is None:
         return model
     count = 0
@@ -172,7 +172,7 @@ def with_keys(model: Any, key: jax.Array | None) -> Any:
 
 
 def _first_of(asked: Mapping[str, Any], parameter: Parameter) -> Any:
-    """What is asked for a parameter, by the first part of its name or of its axes that is listed; or None."""
+    """What is asked for a parameter, by the first listed part that is in its name or is one of its axes; or None."""
     return next((kind for part, kind in asked.items() if parameter.matches((part,))), None)
 
 

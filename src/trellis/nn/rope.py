@@ -94,7 +94,7 @@ class YarnScaling:
     mscale: float = 1.0
     """How fast queries and keys grow with the log of the factor. Set it as an imported model has it."""
     mscale_all_dim: float = 0.0
-    """Of this growth, what a model leaves to the scale of its scores. Set it as an imported model has it."""
+    """The part of this growth that a model leaves to the scale of its scores. Set it as an imported model has it."""
 
     def __post_init__(self):
         _check_positive(factor=self.factor, beta_slow=self.beta_slow, original_context=self.original_context)
@@ -116,13 +116,13 @@ class YarnScaling:
 
     @property
     def magnitude(self) -> float:
-        """A factor on cosines and sines, so of scores its square."""
+        """A factor on cosines and sines; scores get its square."""
         return self.growth(self.mscale) / self.growth(self.mscale_all_dim)
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         count = len(frequencies)
         step = math.log(frequencies[0] / frequencies[-1]) / (count - 1) if count > 1 else 1.0
-        # The place of the frequency that turns so often in the original context.
+        # The place of the frequency that turns this often in the original context.
         place = lambda turns: math.log(self.original_context * frequencies[0] / (2 * math.pi * turns)) / step
         low, high = place(self.beta_fast), place(self.beta_slow)
         if self.truncate:
@@ -152,15 +152,15 @@ def rotary_tables(
 
     Names: those of `positions`, then that of `head_dim`.
     Gradient: none.
-    Moves: nothing, where positions lie as queries do.
+    Moves: nothing, if positions are sliced as queries are.
 
     Args:
         positions: `i32["batch pos"]` or `i32["pos"]`.
         head_dim: the dimension to rotate; its size is even.
         theta: the base of the frequencies.
         scaling: for contexts longer than in training.
-        pairs: turn neighbours, and only in the first so many elements, as GPT-J does; None turns
-            an element of the first half with its place in the second.
+        pairs: rotate neighbours, and only in the first so many elements, as GPT-J does; None rotates
+            an element of the first half with its counterpart in the second.
     """
     if pairs is None:
         rates = np.tile(frequencies(head_dim.size, theta, scaling), 2)
@@ -174,7 +174,7 @@ def rotary_tables(
 
 
 def _for_use(angles: NamedArray) -> NamedArray:
-    """Placed as they meet queries: where heads are sliced over a mesh axis, positions are whole along it."""
+    """Moves angles to where they meet queries: if a mesh axis slices heads, positions are whole along it."""
     layout = current_layout()
     if layout is None:
         return angles
@@ -183,13 +183,13 @@ def _for_use(angles: NamedArray) -> NamedArray:
 
 
 def rotate(x: NamedArray, tables, head_dim: str = "head_dim", *, pairs: bool = False) -> NamedArray:
-    """Turns pairs `(i, i + head_dim/2)` of a query or key by its position's angles; with `pairs`, `(2i, 2i + 1)`.
+    """Rotates pairs `(i, i + head_dim/2)` of a query or key by its position's angles; with `pairs`, `(2i, 2i + 1)`.
 
     On TPUs the exchange within pairs is a product with a signed permutation,
     exact in every dtype: slicing a dimension of 64 or 128 lanes is slow there.
 
     Names: those of `x`.
-    Gradient: turned back; nothing moves.
+    Gradient: rotated back; nothing moves.
     Moves: nothing.
     """
     x = operand(x, "rotate", copies=False)

@@ -37,7 +37,7 @@ class ArrayType:
         return typing.Union[other, self]  # noqa: UP007
 
     def under(self, prefix: Shape) -> "ArrayType":
-        """The type of an array of these, stacked under leading dimensions."""
+        """The type of such arrays, stacked under leading dimensions."""
         stacked = Shape((*prefix.dims, *self.shape.dims), self.shape.pending, self.shape.copied, self.shape.ellipsis)
         return ArrayType(self.dtype, parse(str(stacked)) if not self.shape.ellipsis else stacked)
 
@@ -105,7 +105,7 @@ def _jax_dtype(name: str):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StackType:
-    """The annotation `Stack["layers", Block]`: a Block whose arrays all have leading dimensions more."""
+    """The annotation `Stack["layers", Block]`: a Block whose arrays all have more leading dimensions."""
 
     prefix: Shape
     of: typing.Any
@@ -172,7 +172,7 @@ def alternatives(hint) -> tuple:
 
 
 def array_types(hint, prefix: Shape | None = None, seen: tuple = ()) -> list[ArrayType]:
-    """All array types that a hint mentions, those in the fields of its classes included, in order."""
+    """All array types that a hint mentions, in order, including those in the fields of its classes."""
     if isinstance(hint, ArrayType):
         return [hint.under(prefix) if prefix else hint]
     if isinstance(hint, StackType):

@@ -1,4 +1,4 @@
-"""One length for a name in one call: what `@checked` and the typed `shard_map` bind, and how a mismatch reads."""
+"""A name has one length in a call: what `@checked` and the typed `shard_map` bind, and how mismatches are reported."""
 
 import contextlib
 import contextvars
@@ -39,19 +39,19 @@ class Bindings:
     slices: dict[int, tuple[object, Shape]] = dataclasses.field(default_factory=dict)
 
     def made(self, array, shape: Shape):
-        """Notes what a text made of an array, and gives it back."""
+        """Notes which shape a text gave an array, and returns it."""
         self.slices[id(array)] = (array, shape)
         return array
 
     def held(self, array, shape: Shape) -> Shape | None:
-        """What a text made an array, if another text says that its dimensions are sliced otherwise."""
+        """The shape that a text gave an array, if this one says that its dimensions are sliced otherwise."""
         known = self.slices.get(id(array), (None, shape))[1]
         axes = [[dim.axes for dim in s.dims] for s in (known, shape)]
         alike = sorted(known.mesh_axes) == sorted(shape.mesh_axes)  # others are refused by JAX's types
         return known if alike and axes[0] != axes[1] and len(axes[0]) == len(axes[1]) else None
 
     def bind(self, name: str, size: int, place: str) -> None:
-        """Gives a name its length, or holds it against the length it has.
+        """Gives a name its length, or checks it against the length it has.
 
         Raises:
             TypeMismatch: the name has another length, with both places.
@@ -74,7 +74,7 @@ def live() -> Bindings | None:
 
 @contextlib.contextmanager
 def binding(bindings: Bindings):
-    """Makes these the live bindings: every text read inside is held against them."""
+    """Makes these the live bindings: every text read inside is checked against them."""
     token = _live.set(bindings)
     try:
         yield bindings
@@ -123,7 +123,7 @@ def whole_sizes(shape: Shape, array, place: str) -> tuple[int, ...]:
 
 
 def bind_shape(shape: Shape, array, place: str, bindings: Bindings | None) -> None:
-    """Holds rank, literal sizes and the lengths of names against a plain array.
+    """Checks rank, literal sizes and the lengths of names against a plain array.
 
     Raises:
         TypeMismatch: with both places where two lengths of one name meet.
@@ -140,11 +140,10 @@ def bind_shape(shape: Shape, array, place: str, bindings: Bindings | None) -> No
 
 
 def check_array(x, kind: ArrayType, place: str, bindings: Bindings, *, strict: bool = False) -> None:
-    """Holds one plain or named array against its annotation.
+    """Checks one plain or named array against its annotation.
 
-    Names, sizes and dtype always. The sharding where the JAX type carries it
-    and the annotation mentions a mesh axis or a state; then it is the whole
-    sharding, and a dimension without a mesh axis says "not sliced".
+    Names, sizes and dtype are always checked; the sharding, if the JAX type carries it and the annotation mentions a
+    mesh axis or a state. Then it is the whole sharding: a dimension without a mesh axis says "not sliced".
 
     Args:
         strict: the sharding even if the annotation mentions no mesh axis.
@@ -181,11 +180,10 @@ def _same_names(shape: Shape, names: tuple[str, ...]) -> bool:
 
 
 def held_shape(shape: Shape, x) -> Shape | None:
-    """What the JAX type of `x` says, in the names of `shape`; None where it says nothing (no mesh, auto mode).
+    """What the JAX type of `x` says, in the names of `shape`; None if it says nothing (no mesh, auto mode).
 
-    In manual mode the type says which mesh axes slice an array but not which
-    dimension: dimensions are taken from `shape` (or from a named array's own
-    record) where the type agrees.
+    In manual mode the type says which mesh axes slice an array but not which dimension: dimensions are taken from
+    `shape` (or from a named array's own record) as far as the type agrees.
     """
     state = state_of(x.array if is_named(x) else x)
     if state.mode not in ("explicit", "manual"):
@@ -221,7 +219,7 @@ def _agrees(wanted: Shape, held: Shape, array) -> bool:
     states = (*wanted.pending, *wanted.copied)
     varying = frozenset(a for a in state.varying if mesh.shape[a] > 1)
     if partly_manual():
-        # Of a slice, of a partial sum and of a copy that is summed later the type says one thing: "varying".
+        # The type says the same of a slice, a partial sum and a copy that is summed later: "varying".
         return not varying - {*wanted.mesh_axes, *states}
     if varying - set(wanted.mesh_axes):
         return False

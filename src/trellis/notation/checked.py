@@ -1,4 +1,4 @@
-"""`@checked`: the annotations of a function hold in every call."""
+"""`@checked`: every call is checked against the annotations."""
 
 import contextlib
 import dataclasses
@@ -21,9 +21,8 @@ _on = os.environ.get("TRELLIS_CHECK", "0") not in ("", "0")
 def checking(on: bool | None = None):
     """Turns checks on or off; without an argument, says whether they are on.
 
-    They are off unless the environment has TRELLIS_CHECK=1, and then cost
-    one comparison a call. Manual mode (`shard_map`) checks always: it reads its
-    shardings from the annotations.
+    They are off unless the environment has TRELLIS_CHECK=1; off, they cost one comparison a call. Manual mode
+    (`shard_map`) always checks: it reads its shardings from the annotations.
 
     >>> with checking(True):
     ...     checking()
@@ -49,13 +48,12 @@ def _restore(before: bool):
 
 
 def checked(fn: Callable) -> Callable:
-    """Holds the arguments and the result of every call against the annotations.
+    """Checks the arguments and the result of every call against the annotations.
 
-    A name has one length in a call: in all arguments, the result, and the
-    fields of dataclasses among them. Also dtype, rank, literal sizes, and the
-    sharding where JAX's types carry it and the annotation mentions a mesh axis
-    or a state (then a dimension without a mesh axis says "not sliced").
-    Under `jit` this happens while tracing, so compiled code does not change.
+    A name has one length in a call: in all arguments, the result, and the fields of dataclasses among them. Dtype, rank
+    and literal sizes are checked too, and the sharding if JAX's types carry it and the annotation mentions a mesh axis
+    or a state (then a dimension without one says "not sliced"). Under `jit` this happens while tracing, so compiled
+    code does not change.
 
     >>> import jax.numpy as jnp
     >>> from trellis.notation import f32
@@ -108,7 +106,7 @@ def arguments(signature, bound, hints, name) -> Iterator[tuple[str, typing.Any, 
 
 
 def check_tree(value, hint, place: str, bindings: Bindings) -> None:
-    """Holds a pytree of arrays against an annotation: arrays, dataclasses, stacks, and containers of them."""
+    """Checks a pytree of arrays against an annotation: arrays, dataclasses, stacks, and containers of them."""
     if hint is None or not array_types(hint):
         return
     for leaf in typed_leaves(value, hint, place):
@@ -126,7 +124,7 @@ class Leaf:
 
 
 def is_typed_leaf(value) -> bool:
-    """Where a walk along annotations ends: at named arrays, and at None, which has no place in an array's type."""
+    """Whether a walk along annotations ends here: at a named array, or at None, which no array type describes."""
     return value is None or is_named(value)
 
 
@@ -165,7 +163,7 @@ def _walk(path, leaf, value, hint, place: str) -> Leaf:
 
 
 def _at(place: str, text: str) -> str:
-    """`argument `w` of `f`` and `.w1` to `argument `w.w1` of `f``."""
+    """From `argument `w` of `f`` and `.w1`: `argument `w.w1` of `f``."""
     head, tick, rest = place.partition("`")
     if not text:
         return place

@@ -96,7 +96,7 @@ def _fail(text: str, what: str, fix: str) -> NotationError:
 
 
 def _read_once(read: Callable) -> Callable:
-    """A function of a text, which remembers what it has read and refuses what is no text."""
+    """Makes a reader that remembers what it has read and refuses what is not a text."""
     known = functools.lru_cache(maxsize=4096)(read)
 
     @functools.wraps(read)

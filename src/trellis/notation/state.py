@@ -15,9 +15,8 @@ class State:
 
     Attributes:
         mode: "none" (no mesh), "explicit", "auto" or "manual".
-        axes: for each dimension the mesh axes that slice it, major to minor. Of
-            manual mesh axes the type does not say which dimension they slice:
-            they are not here but in `varying`.
+        axes: for each dimension the mesh axes that slice it, major to minor. The type does not say which dimension a
+            manual mesh axis slices: those are not here but in `varying`.
         pending: mesh axes with partial sums.
         copied: mesh axes with copies whose gradient is a pending sum.
         varying: manual mode: the mesh axes along which devices hold different values.
@@ -75,7 +74,7 @@ def state_of(x) -> State:
 
 
 def sharding_on(x, spec) -> NamedSharding:
-    """A spec on the mesh in an array's type, so that it holds where no mesh is in force, too."""
+    """A spec on the mesh in an array's type, so that it also holds if no mesh is in force."""
     return NamedSharding(jax.typeof(x).sharding.mesh, spec)
 
 

@@ -1,4 +1,4 @@
-"""Dataclasses of annotated arrays, which know their abstract tree: dtypes, names and shardings, with no device."""
+"""Dataclasses of annotated arrays that know their abstract tree: dtypes, names and shardings, with no device."""
 
 import dataclasses
 import math
@@ -53,7 +53,7 @@ def _holds_arrays(hint) -> bool:
 
 
 def struct_shapes(cls, sizes: Mapping[str, int], mesh=None, **static):
-    """The abstract tree of a struct: `jax.ShapeDtypeStruct`s, with shardings where a mesh is given.
+    """The abstract tree of a struct: `jax.ShapeDtypeStruct`s, with shardings if a mesh is given.
 
     Args:
         cls: a struct, an array type, or a stack of them.
@@ -81,7 +81,7 @@ def struct_shapes(cls, sizes: Mapping[str, int], mesh=None, **static):
 
 
 def struct_specs(cls, mesh=None, **static):
-    """The `PartitionSpec`s of a struct, as its annotations say (without axes of size 1 where a mesh is given)."""
+    """The `PartitionSpec`s of a struct, as its annotations say (without axes of size 1 if a mesh is given)."""
 
     def leaf(kind: ArrayType, place: str):
         shape = _whole(kind, place)

@@ -34,7 +34,7 @@ class Step:
 def kind_of(before: Shape, after: Shape) -> list[tuple[Kind, tuple[str, ...], str | int | None]]:
     """The collectives of a transition: kind, mesh axes, and the name of the dimension (or None).
 
-    Mesh axes of size 1 move nothing; take them out first where the mesh is known.
+    Mesh axes of size 1 move nothing; take them out first if the mesh is known.
 
     >>> from trellis.notation import parse_transition
     >>> kind_of(*parse_transition("embed/data/model mlp -> embed mlp ~data ~model"))
@@ -51,11 +51,9 @@ def kind_of(before: Shape, after: Shape) -> list[tuple[Kind, tuple[str, ...], st
 def plan(before: Shape, after: Shape) -> list[Step]:
     """The steps of a transition between two shapes of the same dimensions.
 
-    Sums settle first, then slices are taken, slices are exchanged, and gathers
-    come last, so that each step runs on as little data as it can. Slices of one
-    dimension are a stack, the last axis the minor one: a gather takes the last
-    axes off, a scatter puts one on. Where that leaves another order than the
-    one asked for, a permute follows.
+    Sums settle first, then slices are taken, then slices are exchanged, and gathers come last, so each step runs on as
+    little data as it can. The axes that slice a dimension form a stack, the minor one last: a gather takes the last
+    axes off, a scatter puts one on. If the order is then not the one asked for, a permute follows.
     """
     return _Planner(before, after).run()
 
@@ -109,7 +107,7 @@ class _Planner:
             self.permute(i, kept + leaving)
 
     def arrivals(self, i: int, source) -> list[str]:
-        """The run of next arrivals of a dimension that all come from `source`."""
+        """The next axes that arrive at a dimension, while they come from `source`."""
         run: list[str] = []
         if self.leaving(i):
             return run
@@ -198,10 +196,10 @@ class _Planner:
         return False
 
     def force(self) -> bool:
-        """Nothing is ready: dimensions wait for each other's axes, or an axis to go is not the last of its stack.
+        """When nothing is ready: dimensions wait for each other's axes, or a leaving axis is not the last of its stack.
 
-        The last axis of a stack is exchanged out of turn (a permute follows in the end); only where no last axis has
-        somewhere to go is one brought there. So each call leaves fewer axes to go, or the next one does.
+        The last axis of a stack is exchanged out of turn (a permute follows at the end). Only if no last axis can go
+        anywhere is a leaving axis made the last. So each call leaves fewer axes to go, or the next one does.
         """
         for i, stack in enumerate(self.stacks):
             to = self.target(stack[-1]) if stack else None
@@ -222,7 +220,7 @@ class _Planner:
         return False
 
     def cast(self) -> None:
-        """What is left moves nothing: to `~x`, and the steps that only gradients take (to `+x`, away from `~x`)."""
+        """Does what moves nothing: to `~x`, and the steps that only gradients take (to `+x`, away from `~x`)."""
         axes = sorted(
             (set(self.copied) ^ self.want_copied)
             | (self.want_pending - set(self.pending))

@@ -16,10 +16,10 @@ def average(ema: Any, params: Any, decay: float, step: jax.Array | int, key: jax
     Args:
         ema: the average so far, a tree like `params`; the parameters themselves at the start.
         params: the parameters after this step.
-        decay: what is kept of the average each step.
+        decay: the part of the average that each step keeps.
         step: steps before this one.
-        key: rounds averages that are kept in types below float32 at random, right in the mean. None rounds them to the
-            nearest number, which is the same one where `decay` is near 1: such an average stays what it is.
+        key: rounds averages that are kept in types below float32 at random, without bias. None rounds them to the
+            nearest number, which for a `decay` near 1 is the old one: such an average never changes.
     """
     step = jnp.asarray(step, jnp.float32)
     kept = jnp.minimum(jnp.float32(decay), (1 + step) / (10 + step))

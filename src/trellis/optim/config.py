@@ -1,4 +1,4 @@
-"""What an optimizer and a schedule are, as configuration. Learning rates are peaks: schedules scale them."""
+"""The configuration of optimizers and schedules. Learning rates are peaks, which schedules scale."""
 
 import dataclasses
 from typing import Literal
@@ -26,19 +26,18 @@ class AdamW:
 
     kind: Literal["adamw"] = "adamw"
     learning_rate: float
-    """Peak learning rate. Change it first of all: lower it where the loss jumps, raise it where the loss falls
-    smoothly."""
+    """Peak learning rate. Change it first of all: lower it if the loss jumps, raise it if it falls smoothly."""
     beta1: float = 0.9
-    """Decay of the moving average of gradients. Lower it a little where batches are very large; it rarely matters
-    otherwise."""
+    """Decay of the moving average of gradients. Lower it a little if batches are very large; otherwise it rarely
+    matters."""
     beta2: float = 0.95
-    """Decay of the moving average of squared gradients. Lower it, as to 0.95, where the loss spikes or batches are
-    large; raise it for small batches."""
+    """Decay of the moving average of squared gradients. Lower it, say to 0.95, if the loss spikes or batches are large;
+    raise it for small batches."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment. Raise it where gradients are tiny and updates are not."""
+    """Added to the root of the second moment. Raise it if gradients are tiny and updates are not."""
     weight_decay: float = 0.1
-    """Each step takes this times the learning rate off every decayed parameter. Raise it where validation ends well
-    above training; set 0 for short runs."""
+    """Each step shrinks every decayed parameter by this times the learning rate. Raise it if validation loss ends well
+    above training loss; set 0 for short runs."""
 
     def __post_init__(self):
         _check_rates(self.learning_rate, self.weight_decay)
@@ -53,15 +52,15 @@ class Lion:
 
     kind: Literal["lion"] = "lion"
     learning_rate: float
-    """Peak learning rate; about a third to a tenth of AdamW's. Change it first of all: lower it where the loss jumps,
-    raise it where the loss falls smoothly."""
+    """Peak learning rate; about a third to a tenth of AdamW's. Change it first of all: lower it if the loss jumps,
+    raise it if it falls smoothly."""
     beta1: float = 0.9
-    """Weight of the moving average in the update's sign. Lower it where the loss spikes."""
+    """Weight of the moving average in the sum whose sign is the update. Lower it if the loss spikes."""
     beta2: float = 0.99
     """Decay of the moving average. Raise it for small batches."""
     weight_decay: float = 0.3
-    """Each step takes this times the learning rate off every decayed parameter. Raise it where validation ends well
-    above training; set 0 for short runs."""
+    """Each step shrinks every decayed parameter by this times the learning rate. Raise it if validation loss ends well
+    above training loss; set 0 for short runs."""
 
     def __post_init__(self):
         _check_rates(self.learning_rate, self.weight_decay)
@@ -73,33 +72,33 @@ class Lion:
 class Muon:
     """Orthogonalized momentum for matrices (Jordan et al., 2024), AdamW for everything else.
 
-    Matrices are the parameters that are decayed: see `weight_decay_mask`. Embeddings are not among them.
+    Matrices are all weights but the unembedding (see `trellis.optim.muon`). Embeddings are not among them.
     """
 
     kind: Literal["muon"] = "muon"
     learning_rate: float
-    """Peak learning rate, of both rules. Updates of matrices are scaled to the size of AdamW's (`update_rms`). Change
-    it first of all: lower it where the loss jumps, raise it where the loss falls smoothly."""
+    """Peak learning rate of both rules. Updates of matrices are scaled to the size of AdamW's (`update_rms`). Change
+    it first of all: lower it if the loss jumps, raise it if it falls smoothly."""
     beta: float = 0.95
     """Decay of the momentum. Lower it to 0.9 for short runs."""
     nesterov: bool = True
     """Whether the update looks one step ahead along the momentum. Set false to compare with plain momentum."""
     iterations: int = 5
-    """Newton-Schulz iterations. Lower it where the optimizer takes a large part of a step."""
+    """Newton-Schulz iterations. Lower it if the optimizer takes a large part of a step."""
     update_rms: float = 0.2
     """Root mean square of a matrix's update before the learning rate (Liu et al., 2025, arXiv:2502.16982). Change it
     only together with the learning rate: it scales the same updates."""
     adam_beta1: float = 0.9
-    """For parameters that are no matrices: decay of the moving average of gradients. Leave it, unless embeddings learn
+    """For parameters that are not matrices: decay of the moving average of gradients. Leave it, unless embeddings learn
     worse than the rest."""
     adam_beta2: float = 0.95
-    """For parameters that are no matrices: decay of the moving average of squared gradients. Lower it, as to 0.95,
-    where the loss spikes or batches are large; raise it for small batches."""
+    """For parameters that are not matrices: decay of the moving average of squared gradients. Lower it, say to 0.95, if
+    the loss spikes or batches are large; raise it for small batches."""
     epsilon: float = 1e-8
-    """Added to norms and to the root of the second moment. Raise it where gradients are tiny and updates are not."""
+    """Added to norms and to the root of the second moment. Raise it if gradients are tiny and updates are not."""
     weight_decay: float = 0.1
-    """Each step takes this times the learning rate off every decayed parameter. Raise it where validation ends well
-    above training; set 0 for short runs."""
+    """Each step shrinks every decayed parameter by this times the learning rate. Raise it if validation loss ends well
+    above training loss; set 0 for short runs."""
 
     def __post_init__(self):
         _check_rates(self.learning_rate, self.weight_decay)
@@ -117,21 +116,20 @@ class Adafactor:
 
     kind: Literal["adafactor"] = "adafactor"
     learning_rate: float
-    """Peak learning rate. Change it first of all: lower it where the loss jumps, raise it where the loss falls
-    smoothly."""
+    """Peak learning rate. Change it first of all: lower it if the loss jumps, raise it if it falls smoothly."""
     beta1: float | None = None
-    """Decay of the moving average of updates; null keeps none, and no memory for it. Set it, as to 0.9, where there is
+    """Decay of the moving average of updates; null keeps none, and takes no memory. Set it, say to 0.9, if there is
     memory for a copy of the parameters."""
     decay_exponent: float = 0.8
-    """The second moment's decay at step t is 1 - t^-decay_exponent. Lower it where the loss spikes."""
+    """The second moment's decay at step t is 1 - t^-decay_exponent. Lower it if the loss spikes."""
     min_factored_size: int = 128
-    """Both lengths of a matrix must reach this for its second moment to be factored. Raise it where small matrices
+    """Both sides of a matrix must reach this length for its second moment to be factored. Raise it if small matrices
     learn badly."""
     clip_update_rms: float | None = 1.0
-    """The root mean square of an update is clipped to this, one parameter at a time. Lower it where the loss jumps."""
+    """The root mean square of an update is clipped to this, one parameter at a time. Lower it if the loss jumps."""
     weight_decay: float = 0.1
-    """Each step takes this times the learning rate off every decayed parameter. Raise it where validation ends well
-    above training; set 0 for short runs."""
+    """Each step shrinks every decayed parameter by this times the learning rate. Raise it if validation loss ends well
+    above training loss; set 0 for short runs."""
 
     def __post_init__(self):
         _check_rates(self.learning_rate, self.weight_decay)
@@ -164,7 +162,7 @@ class Constant:
 
     kind: Literal["constant"] = "constant"
     warmup_steps: int
-    """Steps from 0 to the peak. Raise it where the loss jumps early, or the learning rate is high."""
+    """Steps from 0 to the peak. Raise it if the loss jumps early, or the learning rate is high."""
 
     def __post_init__(self):
         _check_warmup(self.warmup_steps)
@@ -176,10 +174,10 @@ class Linear:
 
     kind: Literal["linear"] = "linear"
     warmup_steps: int
-    """Steps from 0 to the peak. Raise it where the loss jumps early, or the learning rate is high."""
+    """Steps from 0 to the peak. Raise it if the loss jumps early, or the learning rate is high."""
     final_fraction: float = 0.0
-    """Learning rate at the last step, as a fraction of the peak. Raise it for a run that is to go on after its last
-    step."""
+    """Learning rate at the last step, as a fraction of the peak. Raise it for a run that will be continued after its
+    last step."""
 
     def __post_init__(self):
         _check_warmup(self.warmup_steps)
@@ -192,10 +190,10 @@ class Cosine:
 
     kind: Literal["cosine"] = "cosine"
     warmup_steps: int
-    """Steps from 0 to the peak. Raise it where the loss jumps early, or the learning rate is high."""
+    """Steps from 0 to the peak. Raise it if the loss jumps early, or the learning rate is high."""
     final_fraction: float = 0.1
-    """Learning rate at the last step, as a fraction of the peak. Raise it for a run that is to go on after its last
-    step."""
+    """Learning rate at the last step, as a fraction of the peak. Raise it for a run that will be continued after its
+    last step."""
 
     def __post_init__(self):
         _check_warmup(self.warmup_steps)
@@ -208,13 +206,13 @@ class WSD:
 
     kind: Literal["wsd"] = "wsd"
     warmup_steps: int
-    """Steps from 0 to the peak. Raise it where the loss jumps early, or the learning rate is high."""
+    """Steps from 0 to the peak. Raise it if the loss jumps early, or the learning rate is high."""
     decay_steps: int
     """Steps from the peak to the final learning rate; they end with the run. Raise it for a better end, to a tenth or a
     fifth of the run."""
     final_fraction: float = 0.0
-    """Learning rate at the last step, as a fraction of the peak. Raise it for a run that is to go on after its last
-    step."""
+    """Learning rate at the last step, as a fraction of the peak. Raise it for a run that will be continued after its
+    last step."""
 
     def __post_init__(self):
         _check_warmup(self.warmup_steps)
@@ -229,8 +227,8 @@ class InverseSqrt:
 
     kind: Literal["inverse_sqrt"] = "inverse_sqrt"
     warmup_steps: int
-    """Steps from 0 to the peak, and the time scale of the decay. Raise it where the loss jumps early, or the learning
-    rate is high."""
+    """Steps from 0 to the peak, and the time scale of the decay. Raise it if the loss jumps early, or the learning rate
+    is high."""
 
     def __post_init__(self):
         rule = "An inverse square root starts where its warmup ends."

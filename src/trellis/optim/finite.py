@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def all_finite(*values: jax.Array) -> jax.Array:
-    """Whether every one of some scalars is finite: a loss, and a gradient's norm, which is not where an element is not.
+    """Whether all scalars are finite: a loss, and a gradient's norm, which is not finite if any element is not.
 
     >>> bool(all_finite(jnp.float32(1), jnp.float32(float("nan"))))
     False
@@ -16,5 +16,5 @@ def all_finite(*values: jax.Array) -> jax.Array:
 
 
 def select(keep: jax.Array, new: Any, old: Any) -> Any:
-    """The new tree where `keep`, else the old one, leaf by leaf; the shardings are the same."""
+    """The new tree if `keep`, else the old one, leaf by leaf; both have the same shardings."""
     return jax.tree.map(lambda n, o: jnp.where(keep, n, o), new, old)

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer treats how: by their roles, their names and the names of their axes."""
+"""How an optimizer treats each parameter: by its role, its name and the names of its axes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,8 +22,8 @@ def by_group(
 ) -> optax.GradientTransformation:
     """Treats each parameter by one of several rules.
 
-    As `optax.partition`, but a rule's state holds only its own parameters, by their paths: a named array is there whole
-    or not at all.
+    Like `optax.partition`, but a rule's state holds only its own parameters, keyed by path: a named array is in it
+    whole or not at all.
 
     Args:
         choose: the key of a parameter's rule.
@@ -31,7 +31,7 @@ def by_group(
     """
 
     def path_of(parameter: Parameter) -> str:
-        return parameter.path.replace(".", "/")  # as checkpoints have it
+        return parameter.path.replace(".", "/")  # as in checkpoints
 
     def split(tree: Any) -> dict[str, dict[str, Any]]:
         groups: dict[str, dict[str, Any]] = {key: {} for key in rules}
@@ -54,7 +54,7 @@ def by_group(
 
 
 def on_arrays(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A rule whose state has arrays of other shapes than the parameters: names would not fit them, so it gets none."""
+    """A rule that gets arrays without names: its state has arrays of other shapes, which the names would not fit."""
 
     def strip(tree: Any) -> Any:
         return jax.tree.map(lambda x: x.array if is_named(x) else x, tree, is_leaf=is_named)

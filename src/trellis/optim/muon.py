@@ -20,11 +20,11 @@ from trellis.optim.groups import by_group, label
 def muon(config: Muon) -> optax.GradientTransformation:
     """Muon's direction for matrices, Adam's for all else: vectors, tables and the unembedding.
 
-    Neither has a learning rate or weight decay yet.
+    Neither includes the learning rate or weight decay.
 
-    Momentum is kept in the parameters' sharding. The Newton-Schulz iteration needs whole matrices: each update is moved
-    so that the leading axis, the layers, is sliced over as many devices as divide it and its matrices are whole, and
-    moved back. That is one all-to-all each way, and no device does another's work where the layers suffice.
+    Momentum is kept in the parameters' sharding. The Newton-Schulz iteration needs whole matrices, so each update is
+    moved there and back. In between, its leading axis, the layers, is sliced over as many devices as divide it, and its
+    matrices are whole. That is one all-to-all each way, and if there are enough layers no work is done twice.
 
     Args:
         config: the rule.
@@ -51,7 +51,7 @@ _SIDE_BY_SIDE = ("qkv",)
 def _sides(p: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The axes of a matrix's two sides: `embed` against all else, so that heads and their widths are one side together.
 
-    Plain arrays have their last two axes.
+    The sides of a plain array are its last two axes.
     """
     if not p.names:
         return tuple(range(p.ndim - 2, p.ndim - 1)), tuple(range(p.ndim - 1, p.ndim))
@@ -61,7 +61,7 @@ def _sides(p: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Sides:
-    """What `_sides` says, as a leaf of a tree."""
+    """The result of `_sides`, as a leaf of a tree."""
 
     axes: tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -95,12 +95,12 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
 
 
 def _moved(x: jax.Array, axes: Axes) -> jax.Array:
-    """Where the types place it; elsewhere the compiler does."""
+    """Moves `x` in explicit mode; in other modes the compiler does."""
     return place(x, axes) if state_of(x).mode == "explicit" else x
 
 
 def _whole_matrices(x: jax.Array, *, sliced: bool) -> Axes:
-    """The leading axis, where it may be `sliced`, over as many mesh axes as divide it, and nothing else sliced."""
+    """Slices the leading axis, if it may be `sliced`, over as many mesh axes as divide it, and nothing else."""
     mesh = jax.typeof(x).sharding.mesh
     axes, parts = [], 1
     for axis, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):

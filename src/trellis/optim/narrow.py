@@ -1,8 +1,8 @@
-"""What an optimizer keeps of parameters, in eight bits: opened for a step's update, rounded after it.
+"""An optimizer's moving averages in eight bits: expanded for a step's update, rounded after it.
 
-Moving averages change by less in a step than two neighbours of eight bits are apart, so that rounding to the nearest
-would leave them where they are. They are rounded at random, from keys that depend on the step, the parameter and an
-element's place in the whole array: a run is the same to the bit wherever it goes on.
+In one step a moving average changes by less than the distance between neighbouring numbers of eight bits, so rounding
+to the nearest would never change it. Averages are rounded at random instead, from keys that depend on the step, the
+parameter and an element's place in the whole array, so a run is the same to the bit wherever it is resumed.
 """
 
 import math
@@ -20,14 +20,14 @@ from trellis.named.blocks import Blocks, block_of, cut_by, in_blocks
 from trellis.nn.parameters import Parameter, parameters
 from trellis.notation import typeof
 
-# What rules keep of each parameter, by their states' types; True for averages of squares.
+# The fields in which a rule's state keeps something of each parameter; True for averages of squares.
 _KEPT: dict[type, dict[str, bool]] = {
     optax.ScaleByAdamState: {"mu": False, "nu": True},
     optax.ScaleByLionState: {"mu": False},
     optax.TraceState: {"trace": False},
     optax.EmaState: {"ema": False},
 }
-# Axes that layouts slice over all devices, and those that are padded as a mesh asks.
+# An axis that layouts slice over all devices, and one that is padded to suit the mesh.
 _FINELY, _PADDED = "embed", "vocab"
 
 
@@ -43,12 +43,11 @@ def in_eight_bits(
 ) -> optax.GradientTransformation:
     """A rule that keeps its moving averages of chosen parameters in eight bits (`trellis.named.blocks`).
 
-    Averages of squares are kept as their roots. The update of a step is made with what the averages are before they are
-    rounded.
+    Averages of squares are kept as their roots. A step's update is made from the averages before they are rounded.
 
     Args:
         rule: AdamW's, Lion's or Muon's direction, or Adafactor's with a moving average of updates.
-        choose: of which parameters.
+        choose: which parameters.
     """
 
     def init(params: Any) -> NarrowState:
@@ -63,10 +62,10 @@ def in_eight_bits(
 
 
 def narrow_parts(state: Any, parts: dict[str, str]) -> set[str]:
-    """Which of some parts of names an optimizer keeps something of in eight bits.
+    """Those of the given parts of names for which an optimizer keeps something in eight bits.
 
     Args:
-        state: the optimizer's, or its types.
+        state: the optimizer's state, or its types.
         parts: parts of parameters' names, or names of their axes.
     """
     found = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_whole)
@@ -100,7 +99,7 @@ def _closed(state: Any, count: jax.Array, choose: Callable[[Parameter], bool]) -
 
 
 def _opened(state: Any) -> Any:
-    """A rule's state as the rule knows it."""
+    """A rule's state with its blocks expanded, as the rule expects it."""
 
     def one(part: Any) -> Any:
         def leaf(x: Any, squares: bool) -> Any:
@@ -120,9 +119,9 @@ def _opened(state: Any) -> Any:
 
 
 def block_dim(p: Parameter) -> int:
-    """The dimension of a parameter along which blocks lie: its longest axis besides those that layouts slice finely.
+    """The dimension of a parameter along which blocks lie: its longest axis other than those that layouts slice finely.
 
-    It is a function of the parameter alone, so that a run's state is the same on every mesh.
+    It depends on the parameter alone, so a run's state is the same on every mesh.
     """
     dims = range(p.counting, p.ndim) if p.counting < p.ndim else range(p.ndim)
     if not p.names:
@@ -155,4 +154,4 @@ def _is_whole(x: Any) -> bool:
 
 
 def _dotted(path: str) -> str:
-    return path.replace("/", ".")  # groups of parameters have slashes, as checkpoints have
+    return path.replace("/", ".")  # groups of parameters have slashes, as in checkpoints

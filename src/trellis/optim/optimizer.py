@@ -1,4 +1,4 @@
-"""From configuration to one Optax transformation: clip, direction, weight decay, learning rate."""
+"""Makes one Optax transformation of the configuration: clip, direction, weight decay, learning rate."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ def make_optimizer(
         steps: steps of the run.
         clip_norm: gradients with a larger norm over all parameters are scaled down to it.
         exclude: parameters with one of these in their path or among their axes are not decayed.
-        narrow: of which parameters moving averages are kept in eight bits; None for none.
+        narrow: chooses the parameters whose moving averages are kept in eight bits; None for none.
 
     Returns:
         An Optax transformation. `learning_rate` reads the last step's learning rate from its state.
@@ -54,7 +54,7 @@ def make_optimizer(
     )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        # Optax mixes integer counts with floats, which JAX refuses where promotion is strict.
+        # Optax mixes integer counts with floats, which JAX refuses under strict promotion.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return rule.update(updates, state, params)
 
@@ -82,7 +82,7 @@ def _direction(config: Optimizer) -> optax.GradientTransformation:
 
 
 def _scale_by(rates: optax.Schedule) -> optax.GradientTransformation:
-    """Times minus the learning rate, which stays in the state to be read."""
+    """Multiplies updates by minus the learning rate, which stays in the state to be read."""
 
     def update_fn(updates: Any, state: RateState, params: Any = None) -> tuple[Any, RateState]:
         rate = rates(state.count)
@@ -98,7 +98,7 @@ def learning_rate(state: Any) -> jax.Array:
 
 
 def left_out(new: Any, old: Any) -> Any:
-    """An optimizer's state after a step that changes nothing: the old one, but the schedule goes by the run's steps.
+    """An optimizer's state after a step that changes nothing: the old one, except that the schedule counts the step.
 
     Args:
         new: the state with the step.

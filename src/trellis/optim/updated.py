@@ -1,4 +1,4 @@
-"""Parameters and what an optimizer keeps of them after an update, in the types that they are kept in."""
+"""Parameters and an optimizer's state after an update, in the types in which they are kept."""
 
 import zlib
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def updated(params: Any, updates: Any, key: jax.Array | None = None) -> Any:
     Args:
         params: parameters, plain or named arrays.
         updates: a tree like it.
-        key: rounds sums to types below float32 at random, each parameter by a key of its own; None to the nearest.
+        key: rounds sums in types below float32 at random, with a key for each parameter; None rounds to the nearest.
     """
 
     def leaf(p: Parameter, update: Any) -> Any:
@@ -36,20 +36,20 @@ def updated(params: Any, updates: Any, key: jax.Array | None = None) -> Any:
 
 
 def in_float32(tree: Any) -> Any:
-    """What a rule is to have in float32, gradients, what it keeps, and parameters, where it is bfloat16 or float16."""
+    """Gradients, an optimizer's state or parameters for a rule: bfloat16 and float16 arrays as float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if _is_half(x) else x, tree)
 
 
 def kept_like(kept: Any, before: Any, key: jax.Array) -> Any:
-    """What an optimizer keeps after a step, in the types that it had before.
+    """An optimizer's state after a step, in the types that it had before.
 
-    A moving average changes by less in a step than two neighbours in bfloat16 are apart: rounded to the nearest number,
-    squares with a decay near 1 would stay the largest that they ever were. They are rounded at random.
+    In one step a moving average changes by less than the distance between neighbours in bfloat16. Rounded to the
+    nearest, averages of squares with a decay near 1 would stay the largest that they ever were; so rounding is random.
 
     Args:
-        kept: in float32, where `in_float32` gave it to the rule so.
-        before: a tree like it.
-        key: of the step; each array has a key of its own.
+        kept: the state, in float32 where `in_float32` gave it to the rule so.
+        before: the state before the step.
+        key: the step's; each array has a key of its own.
     """
 
     def leaf(path: Any, x: Any, was: Any) -> Any:
@@ -59,15 +59,15 @@ def kept_like(kept: Any, before: Any, key: jax.Array) -> Any:
 
 
 def moved(params: Any, move: Callable[[Any], Any], key: jax.Array) -> Any:
-    """Parameters of which some are moved, by no gradient, in the types that they are kept in.
+    """Parameters after some are moved other than by a gradient, in the types in which they are kept.
 
-    What is moved is computed in float32, and rounded at random where it is kept in less: a step that is small beside a
-    number would be lost.
+    Moves are computed in float32. The result is rounded at random if it is kept in a smaller type, in which a step that
+    is small beside a number would be lost.
 
     Args:
-        params: before.
-        move: from parameters to parameters; those that it leaves are the same arrays.
-        key: of the step; each array has a key of its own.
+        params: the parameters before.
+        move: from parameters to parameters; it returns those that it leaves alone as the same arrays.
+        key: the step's; each array has a key of its own.
     """
     wide = in_float32(params)
     before, after = jax.tree.leaves(wide), jax.tree_util.tree_leaves_with_path(move(wide))
@@ -87,6 +87,6 @@ def _is_half(x: Any) -> bool:
 
 
 def _rounded(wide: jax.Array, dtype: Any, key: jax.Array, path: str) -> jax.Array:
-    """Numbers in float32 as neighbours of them in another type, the nearer the likelier."""
+    """Float32 numbers rounded at random to neighbours in another type, to the nearer one with higher probability."""
     bits = drawn_for(wide, jax.random.fold_in(key, zlib.crc32(path.encode())))
     return at_random(wide, dtype, (bits >> 8).astype(jnp.float32) / 2.0**24).astype(dtype)

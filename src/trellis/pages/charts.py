@@ -15,7 +15,7 @@ MOST_POINTS = 600
 class Series:
     """A curve: a value or None for each line of metrics.
 
-    With `dots` each value is a dot, joined by a thin line; without, only a value that has no neighbour is one.
+    With `dots` each value is a dot, joined by a thin line; without, only a value without neighbours is a dot.
     """
 
     name: str
@@ -30,10 +30,10 @@ class Chart:
     Attributes:
         title: what it shows.
         series: the curves.
-        unit: after a value.
-        digits: after the point; None takes three significant digits with a suffix.
+        unit: the unit after a value.
+        digits: digits after the point; None takes three significant digits with a suffix.
         zero: whether the scale begins at zero.
-        log: whether it is logarithmic.
+        log: whether the scale is logarithmic.
     """
 
     title: str
@@ -49,7 +49,7 @@ class Chart:
         return any(value is not None for series in self.series for value in series.values)
 
     def bounds(self) -> tuple[float, float]:
-        """The least and the greatest value of the scale, in logarithms where it is logarithmic."""
+        """The least and the greatest value of the scale, as logarithms if it is logarithmic."""
         values = [self.place(v) for s in self.series for v in s.values if v is not None and (v > 0 or not self.log)]
         low, high = min(values), max(values)
         low = min(0.0, low) if self.zero else low
@@ -62,7 +62,7 @@ class Chart:
 
 
 def thin(values: Sequence[float | None], most: int = MOST_POINTS) -> list[float | None]:
-    """At most so many values: means of neighbours, where there are more. What is None stays out of the means.
+    """At most this many values: means of neighbours, if there are more. None is left out of the means.
 
     >>> thin([1.0, 3.0, None, 5.0], most=2)
     [2.0, 5.0]
@@ -95,8 +95,8 @@ def draw(chart: Chart, steps: Sequence[int], number: int, marks: Mapping[float, 
 
     Args:
         chart: what to draw.
-        steps: the step of each value, or whatever else grows with it.
-        number: which chart of the page this is; the script finds its values by it.
+        steps: the step of each value, or anything else that grows with it.
+        number: the chart's number on the page, by which the script finds its values.
         marks: what begins where, as vertical lines.
     """
     low, high = chart.bounds()
@@ -137,7 +137,7 @@ def draw(chart: Chart, steps: Sequence[int], number: int, marks: Mapping[float, 
 
 
 def script_data(charts: Sequence[Chart], steps: Sequence[int], name: str = "step") -> dict:
-    """What the page's script shows where the pointer is."""
+    """What the page's script shows at the pointer."""
     shown = [
         {
             "digits": chart.digits,
@@ -163,13 +163,13 @@ def _curve(points: Sequence[tuple[float, float] | None], name: str, dots: bool) 
     alone = [p for before, p, after in around if p is not None and (dots or (before is None and after is None))]
     if not alone:
         return line
-    # A line of no length with round ends is a dot that the stretched picture does not distort.
+    # A line of zero length with round ends is a dot that stretching the picture does not distort.
     spots = "".join(f"M{p[0]:.2f} {p[1]:.2f}h0" for p in alone)
     return join(line, tag("path", d=spots, class_=f"dots {name}", vector_effect="non-scaling-stroke"))
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten inside the range (given in logarithms), with 2 and 5 between them where there are few."""
+    """Powers of ten inside the range (given in logarithms), with 2 and 5 between them if there are few."""
     marks = [m * 10.0**p for p in range(math.floor(low), math.ceil(high) + 1) for m in (1, 2, 5)]
     inside = [m for m in marks if low <= math.log10(m) <= high]
     tens = [m for m in inside if math.log10(m) == round(math.log10(m))]

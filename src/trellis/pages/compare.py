@@ -21,7 +21,7 @@ MOST_RUNS = 8
 _POINTS = 300
 _SCALES = {"steps": "steps", "tokens": "tokens", "seconds": "seconds of training"}
 _SHOWN = {"loss": "Loss", "validation_loss": "Validation loss"}
-# The first two curves of a page have their colours from its style sheet.
+# The first two curves of a page take their colours from its style sheet.
 _MORE_COLOURS = "".join(
     f".curve.s{i},.dots.s{i}{{stroke:var(--k{i})}}i.s{i}{{background:var(--k{i})}}" for i in range(2, MOST_RUNS)
 )
@@ -39,10 +39,10 @@ class Curve:
 
 
 def curves(runs: Sequence[RunFolder]) -> list[Curve]:
-    """The curves of runs, whose names are told apart by a number where they are the same.
+    """The curves of runs; runs with the same name are told apart by a number.
 
     Raises:
-        UserError: there are too few or too many, or one of them has no step yet.
+        UserError: there are too few or too many runs, or one of them has no step yet.
     """
     if not 2 <= len(runs) <= MOST_RUNS:
         fix = f"give 2 to {MOST_RUNS} folders, as in `trellis compare runs/a runs/b`"
@@ -54,7 +54,7 @@ def curves(runs: Sequence[RunFolder]) -> list[Curve]:
         name = run.name if [r.name for r in runs].count(run.name) == 1 else f"{run.name} ({number})"
         spent, before, seconds = 0.0, 0, []
         for line in run.lines:
-            mean = line.get("step_seconds") or 0.0  # over more steps where a line's are short; of older runs
+            mean = line.get("step_seconds") or 0.0  # over more steps if a line's are short; for older runs
             took = line.get("seconds")
             spent += (line["step"] - before) * mean if took is None else took
             before = line["step"]
@@ -65,7 +65,7 @@ def curves(runs: Sequence[RunFolder]) -> list[Curve]:
 
 
 def differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
-    """The fields in which the runs' files differ, by dotted name, with each run's value; `-` where it has none.
+    """The fields in which the runs' files differ, by dotted name, with each run's value, or `-` if it has none.
 
     A run's name is left out.
     """
@@ -127,12 +127,12 @@ def _ends(curve: Curve) -> tuple[str, ...]:
     )
 
 
-# Fields that say which tokens a loss is counted over.
+# Fields that determine the tokens that a loss is counted over.
 _VOCABULARY = {"model.vocab", "data.tokenizer", "data.source.vocab"}
 
 
 def _together(found: Sequence[Curve], differ: Sequence[tuple[str, list[str]]]) -> str:
-    """The losses where all runs were: at the last number of tokens that each of them has read."""
+    """The losses at a point that all runs reached: the last number of tokens that each of them has read."""
     if _VOCABULARY.intersection(name for name, _ in differ):
         return "their tokens are of different vocabularies: bits/byte can be compared, and losses cannot"
     tokens = min(curve.tokens[-1] for curve in found)
@@ -145,7 +145,7 @@ def _together(found: Sequence[Curve], differ: Sequence[tuple[str, list[str]]]) -
 
 
 def page(runs: Sequence[RunFolder]) -> str:
-    """The comparison as one HTML page that needs nothing else."""
+    """The comparison as one self-contained HTML page."""
     found = curves(runs)
     drawn = []
     for name, title in _SHOWN.items():
@@ -188,14 +188,14 @@ def _resampled(curve: Curve, scale: str, name: str, grid: Sequence[float]) -> li
     known = [(x, value) for x, value in pairs if value is not None]
     xs, values = [x for x, _ in known], [value for _, value in known]
     found = [_at(xs, values, x) for x in grid]
-    for x, value in [known[0], known[-1]] if known else ():  # which may lie between two points of the grid
+    for x, value in [known[0], known[-1]] if known else ():  # which may be between two points of the grid
         nearest = min(range(len(grid)), key=lambda i: abs(grid[i] - x))
         found[nearest] = value if found[nearest] is None else found[nearest]
     return found
 
 
 def _at(xs: Sequence[float], values: Sequence[float | None], x: float) -> float | None:
-    """The value at a place, on the straight line between its neighbours; None outside of where there are any."""
+    """The value at a place, on the straight line between its neighbours; None outside the range of values."""
     if not xs or not xs[0] <= x <= xs[-1]:
         return None
     right = bisect.bisect_left(xs, x)

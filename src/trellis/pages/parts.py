@@ -1,4 +1,4 @@
-"""The parts of the page that are not curves: memory, communication, layout, machine, time line."""
+"""The parts of a run's page that are not curves: memory, communication, layout, machine, time line."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from trellis.figures.html import Markup, join, section, table, tag
 from trellis.figures.numbers import count, duration, size
 from trellis.train.timeline import ENDS
 
-# The colour of each kind of memory stays the same, whichever kinds there are.
+# Each kind of memory keeps its colour, whichever kinds there are.
 _KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered weights", "batch", "temporaries",
           "fragmentation", "other")  # fmt: skip
 _LAYERS = "layers"
@@ -44,7 +44,7 @@ def memory(about: Mapping[str, Any]) -> Markup | None:
 
 
 def communication(about: Mapping[str, Any], ledger: str) -> Markup | None:
-    """The ledger of a step, summed by mesh axis and by kind of collective; the whole of it to unfold."""
+    """The ledger of a step, summed by mesh axis and by kind of collective, and the whole ledger to unfold."""
     if not about.get("ledger") and not ledger:
         return None
     nothing: dict[str, Any] = {"per_axis": {}, "per_kind": {}, "total": 0, "count": 0}
@@ -65,7 +65,7 @@ def communication(about: Mapping[str, Any], ledger: str) -> Markup | None:
 
 
 def layout(about: Mapping[str, Any]) -> Markup | None:
-    """What is sliced over which mesh axis, and a picture of the largest parameters with one device's part filled."""
+    """What is sliced over which mesh axis, and a picture of the largest parameters with one device's slice filled."""
     mesh, chosen = about.get("mesh"), about.get("layout")
     if not mesh or not chosen:
         return None
@@ -87,7 +87,7 @@ def layout(about: Mapping[str, Any]) -> Markup | None:
 
 
 def machine(about: Mapping[str, Any]) -> Markup | None:
-    """Where the run ran."""
+    """The machine that the run ran on."""
     host = about.get("machine")
     if not host:
         return None
@@ -117,7 +117,7 @@ def samples(found: list[dict[str, Any]]) -> Markup | None:
 
 
 def resolved_run(text: str) -> Markup | None:
-    """`run.yaml`, its keys coloured."""
+    """`run.yaml`, with coloured keys."""
     if not text:
         return None
     lines = []
@@ -188,7 +188,7 @@ def _bars(sums: Mapping[str, int], colour: str) -> Markup:
 
 
 def _largest(arrays: list[dict[str, Any]], most: int = 6) -> list[dict[str, Any]]:
-    """The largest matrices, of those that look alike only the first."""
+    """The largest matrices; of similar ones only the first."""
     seen, found = set(), []
     for array in sorted(arrays, key=lambda a: -a["bytes"]):
         shape = tuple((d["name"], d["size"], *d["mesh"]) for d in array["dims"])
@@ -204,7 +204,7 @@ def _slices(array: dict[str, Any], mesh: Mapping[str, int]) -> Markup:
     drawn = [dim for dim in dims if dim["name"] != _LAYERS]
     slices = lambda dim: math.prod(mesh.get(axis, 1) for axis in dim["mesh"])
     parts = [slices(dim) for dim in drawn]
-    # The picture has two directions: the two dimensions that are sliced most, in their order, else the outer ones.
+    # The picture has two directions: the two most sliced dimensions, in their order, else the outer ones.
     order = sorted(sorted(range(len(drawn)), key=lambda i: -parts[i])[:2])
     counts = [parts[i] for i in order] or [1]
     rows, columns = (1, counts[0]) if len(counts) == 1 else (counts[0], counts[1])

@@ -1,4 +1,4 @@
-"""A plan as one self-contained HTML page: pictures, tables, and how every number came about."""
+"""A plan as one self-contained HTML page: pictures, tables, and how every number is calculated."""
 
 from collections.abc import Sequence
 
@@ -58,12 +58,12 @@ def page(
     """The page of a plan.
 
     Args:
-        plan: from types.
+        plan: the plan from types.
         verdict: the compiler's view.
         found: what a search found.
         fitted: how the recipe was changed for the target.
-        ways: what makes it fit, where it does not.
-        narrow: what narrow products bring.
+        ways: what would make it fit, if it does not.
+        narrow: what narrow products gain.
     """
     mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     title = f"{plan.name} on {plan.target.name}"
@@ -109,7 +109,7 @@ def _quiet(words: str) -> Markup:
 
 
 def _wide(picture: Markup | None) -> Markup:
-    """A picture that keeps its size on a narrow screen, and is moved sideways there."""
+    """A picture that keeps its size on a narrow screen, where it scrolls sideways."""
     return tag("div", picture, class_="scroll")
 
 
@@ -154,7 +154,7 @@ def _times(plan: Plan) -> list[Markup | None]:
 
 
 def _long(rows: list[tuple], header: tuple[str, ...], right: tuple[int, ...], first: int = 16) -> list[Markup | None]:
-    """A table of the first rows, and one of the others that is opened."""
+    """A table of the first rows, and one of the others that can be opened."""
     more = rows[first:]
     others = tag("details", tag("summary", f"{len(more)} more"), table(more, header, right=right))
     return [table(rows[:first], header, right=right), others if more else None]

@@ -24,7 +24,7 @@ KIND_COLORS = {
 WORK_COLORS = {"product": "#4361a8", "grouped": "#4361a8", "attention": "#3d8b72", "kernel": "#3d8b72",
                "elementwise": "#8d6aa8"}  # fmt: skip
 MOVE_COLOR, ALONE_COLOR = "#c79a3b", "#b9605a"
-# Of the mesh axes, in turn.
+# The hues of the mesh axes, in turn.
 _HUES = (215, 160, 35, 280, 0, 100)
 
 
@@ -40,7 +40,7 @@ def _shade(position: int, count: int, hue: int) -> str:
 
 
 def slice_picture(plan: Plan) -> Markup:
-    """The devices, and which mesh axis runs along which links."""
+    """The devices, and the links that each mesh axis runs along."""
     if not plan.target.chip.torus:
         return _hosts(plan)
     shape = (*plan.target.shape, *[1] * (3 - len(plan.target.shape)))
@@ -90,7 +90,7 @@ def slice_picture(plan: Plan) -> Markup:
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float], ring: bool, bend: float) -> Markup:
-    """A line; closed by a bow where links wrap around."""
+    """A line, closed by a bow if links wrap around."""
     (x1, y1), (x2, y2) = start, end
     if not ring:
         return svg.line(x1, y1, x2, y2, class_="axis")
@@ -124,7 +124,7 @@ def _hosts(plan: Plan) -> Markup:
 
 
 def memory_picture(plan: Plan, compiled: int | None) -> Markup:
-    """Memory of a device, predicted and by the compiler, against what there is."""
+    """The memory of a device, predicted and by the compiler, against what is available."""
     capacity = plan.target.chip.hbm_bytes
     left, width = 110.0, 620
     scale = width / (max(capacity, plan.memory.peak, compiled or 0) * 1.02)
@@ -157,7 +157,7 @@ def memory_picture(plan: Plan, compiled: int | None) -> Markup:
 
 
 def timeline_picture(plan: Plan) -> Markup:
-    """One layer, forward and backward: what is computed, and what moves under it or alone."""
+    """One layer, forward and backward: what is computed, and what moves beside it or alone."""
     depth = _depth(plan)
     passes = {"forward": ("forward",), "backward": ("recomputed", "backward")}
     widest = max((_pass_seconds(plan, where, depth) for where in passes.values()), default=0.0)
@@ -208,7 +208,7 @@ def timeline_picture(plan: Plan) -> Markup:
 
 
 def _work_boxes(line: Line, x: float, y: float, width: float, depth: int) -> Iterable[Markup]:
-    """A piece of work, and its name where that has room."""
+    """A piece of work, and its name if there is room for it."""
     title = f"{line.label} ({line.where}, {line.kind}): {numbers.seconds(line.seconds / depth)}, waits for {line.bound}"
     pale = 0.55 if line.where == "recomputed" else None
     yield svg.box(x, y + 4, width, 26.0, title=title, fill=WORK_COLORS[line.kind], opacity=pale)
@@ -217,7 +217,7 @@ def _work_boxes(line: Line, x: float, y: float, width: float, depth: int) -> Ite
 
 
 def _alone(moves: list[Line], x: float, y: float, scale: float, depth: int) -> tuple[float, list[Markup]]:
-    """What nothing hides, one after the other: where the last one ends, and the boxes."""
+    """The moves that nothing hides, one after the other: where the last one ends, and the boxes."""
     boxes = []
     for move in moves:
         seconds = move.seconds - move.hidden
@@ -242,7 +242,7 @@ def _depth(plan: Plan) -> int:
 
 
 def _pass_seconds(plan: Plan, where: tuple[str, ...], depth: int) -> float:
-    """Seconds of one layer's pass."""
+    """The seconds of one layer's pass."""
     if not depth:
         return 0.0
     lines = [line for line in plan.times.lines if line.where in where and line.times and line.times % depth == 0]

@@ -1,4 +1,4 @@
-"""What a run's folder holds, read for its page."""
+"""Reads what a run's folder holds, for its page."""
 
 import json
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from trellis.train.trackers import read_lines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """The files of a run that its page shows. All but the metrics may be missing.
+    """The files of a run that its page shows. Any but the metrics may be missing.
 
     Attributes:
         name: the folder's name.
         run: the text of `run.yaml`.
-        lines: of `metrics.jsonl`, by step.
+        lines: those of `metrics.jsonl`, by step.
         about: model, mesh, memory, communication and machine, as `trellis train` leaves them in `about.json`.
         ledger: the text of `ledger.txt`.
-        samples: of `samples.jsonl`.
-        events: of `timeline.jsonl`, by time.
+        samples: those of `samples.jsonl`.
+        events: those of `timeline.jsonl`, by time.
     """
 
     name: str
@@ -37,7 +37,7 @@ def read_folder(folder: Path) -> RunFolder:
     """Reads a run's folder.
 
     Raises:
-        UserError: it holds no metrics, or what is damaged.
+        UserError: it holds no metrics, or damaged files.
     """
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(

@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that needs nothing else."""
+"""The page of a run: one self-contained HTML file."""
 
 import json
 import time
@@ -17,7 +17,7 @@ from trellis.train.timeline import ENDS
 
 
 def write_report(folder: str | Path) -> Path:
-    """Writes `report.html` into a run's folder, from what lies there; again at any time, also while it trains.
+    """Writes `report.html` into a run's folder, from what is there. This can be repeated at any time, also in training.
 
     Returns:
         The file.
@@ -34,7 +34,7 @@ def page(run: RunFolder) -> str:
     """The page as text."""
     shown = charts(run.lines)
     marks = longer(run)
-    along = "tokens" if marks else "step"  # a step of longer sequences may have other tokens, and takes another time
+    along = "tokens" if marks else "step"  # a step of longer sequences may differ in tokens and in time
     steps = _thin_steps([line[along] for line in run.lines])
     drawn = [draw(chart, steps, number, marks) for number, chart in enumerate(shown)]
     notes = ["over tokens", *marks.values()] if marks else []
@@ -78,7 +78,7 @@ def page(run: RunFolder) -> str:
 
 
 def charts(lines: list[dict[str, Any]]) -> list[Chart]:
-    """The curves of a run: those that its lines hold numbers for."""
+    """The curves of a run for which its lines hold numbers."""
     column = lambda name: thin([line.get(name) for line in lines])
     norms = [v for v in column("grad_norm") if v]
     wide = bool(norms) and max(norms) > 30 * min(norms)
@@ -100,7 +100,7 @@ def charts(lines: list[dict[str, Any]]) -> list[Chart]:
 
 
 def longer(run: RunFolder) -> dict[float, str]:
-    """Where sequences of a run became longer: after how many tokens, in words."""
+    """Where the sequences of a run became longer: words for it, by the tokens read before."""
     found: dict[float, str] = {}
     for event in run.events:
         changes = event["event"] == "length"
@@ -111,7 +111,7 @@ def longer(run: RunFolder) -> dict[float, str]:
 
 
 def tiles(run: RunFolder) -> list[tuple[str, str]]:
-    """The figures at the top, by name: the last known value of each."""
+    """The figures at the top, by name, with the last known value of each."""
 
     def last(name: str) -> float | None:
         return next((line[name] for line in reversed(run.lines) if line.get(name) is not None), None)
@@ -137,7 +137,7 @@ def _mfu_name(noncausal: float | None) -> str:
 
 
 def state(run: RunFolder) -> str:
-    """How the run stands: finished, paused, interrupted, stopped, or training."""
+    """The state of the run: finished, paused, interrupted, stopped, or training."""
     last = run.events[-1]["event"] if run.events else ""
     return last if last in ENDS else "training"
 

@@ -1,4 +1,4 @@
-"""What the page does: values under the pointer, and the theme's button. Without it the page still reads."""
+"""The page's script: values at the pointer, and the theme's button. The page can also be read without it."""
 
 JS = """
 (() => {

@@ -15,9 +15,9 @@ def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.Thre
 
     Args:
         folder: the run's folder. It may have no step yet.
-        host: the address to listen at.
+        host: the address to listen on.
         port: its port; 0 takes a free one.
-        every: seconds after which a browser reads the page of a run that trains anew.
+        every: seconds after which a browser reloads the page of a run that is training.
 
     Raises:
         UserError: there is no such folder, or the address cannot be used.

@@ -1,4 +1,4 @@
-"""How the page looks: one style sheet, light and dark."""
+"""The look of the page: one style sheet, light and dark."""
 
 CSS = """
 :root{color-scheme:light dark;--bg:#f7f7f5;--panel:#fff;--ink:#1d2125;--muted:#62686e;--line:#e5e5e1;--soft:#f1f1ee;

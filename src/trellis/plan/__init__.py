@@ -1,9 +1,8 @@
 """Plans of a run for hardware that is not here: memory, communication and time, from types or from the compiler.
 
-`quick_plan` needs no compiler; `compile_run` asks the target's own, `judge` holds the two against each other, and
-`schedule_by_costs` has a GPU's compiler schedule by what the plan knows. The
-parts of it are there for programs that plan several things of one step: `prepare`, `plan_of`. `plan_step` takes a train
-step of one's own.
+`quick_plan` needs no compiler; `compile_run` asks the target's own, `judge` compares the two, and `schedule_by_costs`
+has a GPU's compiler schedule by what the plan knows. Programs that plan several things about one step can use `prepare`
+and `plan_of`. `plan_step` takes a train step of your own.
 """
 
 from trellis.hardware.chips import Chip, Target, chips, target

@@ -1,4 +1,4 @@
-"""A recipe fitted to hardware that it was not written for: what the user did not choose changes, and is told."""
+"""Fits a recipe to hardware that it was not written for: what the user did not choose changes, and is reported."""
 
 import dataclasses
 import itertools
@@ -18,9 +18,8 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
     """A run whose mesh fills the target and whose batch gives every device a row.
 
     The mesh keeps its sizes of `model`, `context`, `expert`, `stage` and `replica` as far as they divide the target;
-    data parallelism takes the rest, on a TPU along each side of the torus. The batch grows to the next multiple of
-    the devices along its mesh axes, times microbatches. What the user gave stays, and is an error where it does not
-    divide.
+    data parallelism takes the rest, on a TPU along each side of the torus. The batch grows to the next multiple of the
+    devices along its mesh axes, times microbatches. What the user gave stays, and is an error if it does not divide.
 
     Args:
         run: the run.
@@ -31,7 +30,7 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
         The run, and a sentence for each change.
 
     Raises:
-        UserError: the user set the number of devices, which the target says.
+        UserError: the user set the number of devices, which the target determines.
     """
     if "devices" in given and run.devices is not None:
         fix = "leave it out"
@@ -62,7 +61,7 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
 
 
 def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
-    """A recipe's mesh on a target that it was not written for. Axes of data that fill its sides stay as they are.
+    """A recipe's mesh on a target that it was not written for. Data axes that fill its sides stay as they are.
 
     >>> from trellis.hardware.chips import target
     >>> fitted = fitted_mesh(MeshSizes(model=8), target("v5p:8x8x8"))
@@ -84,7 +83,7 @@ def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
 
 
 def _fills_sides(mesh: MeshSizes, target: Target) -> bool:
-    """Whether each side of a torus is one of a mesh's axes of data, or several that follow each other."""
+    """Whether each side of a torus is one of a mesh's data axes, or several that follow each other."""
     sizes = _sizes(mesh, target)
     if target.chip.kind != "tpu" or target.num_slices > 1 or sizes is None or set(sizes) - set(DATA_AXES):
         return False
@@ -97,7 +96,7 @@ def _fills_sides(mesh: MeshSizes, target: Target) -> bool:
 
 
 def data_sizes(ways: int, target: Target) -> dict[str, int]:
-    """`ways` devices of data parallelism, one mesh axis along each side of the torus where they fill it.
+    """`ways` devices of data parallelism, with one mesh axis along each side of the torus if they fill it.
 
     >>> from trellis.hardware.chips import target
     >>> data_sizes(256, target("v5e:16x16")), data_sizes(64, target("v5e:16x16"))
@@ -128,7 +127,7 @@ def _parts(run: Run, target: Target) -> int:
 
 
 def _shrinks(run: Run) -> int:
-    """How many times fewer sequences there are in a step once they are longer, and a step keeps its tokens."""
+    """How many times fewer sequences a step has once they are longer and the step keeps its tokens."""
     longer = [entry.length for entry in run.lengths if entry.batch_size is None]
     return math.lcm(*(length // math.gcd(length, run.data.sequence_length) for length in longer))
 

@@ -1,4 +1,4 @@
-"""What to change in a run, from its plan: the largest cause first, with the option that changes it."""
+"""Advice on what to change in a run, from its plan: the largest cause first, with the option that changes it."""
 
 import math
 
@@ -9,7 +9,7 @@ from trellis.plan.roofline import work_line
 
 
 def advice(plan: Plan) -> list[str]:
-    """Changes worth trying, most important first; empty where nothing stands out."""
+    """Changes worth trying, the most important first; empty if nothing stands out."""
     found = []
     if not plan.fits:
         found += _to_fit(plan)
@@ -45,7 +45,7 @@ def advice(plan: Plan) -> list[str]:
 
 
 def _products(plan: Plan, total: float) -> list[str]:
-    """What to do about products that matrix units are slow at: those in float32, and those too small to fill them."""
+    """What to do about products that are slow on matrix units: those in float32, and those too small to fill them."""
     chip, model = plan.target.chip, plan.mesh.get("model", 1)
     slow: dict[bool, dict[str, float]] = {True: {}, False: {}}
     for piece in plan.work:
@@ -135,7 +135,7 @@ def _exchange(plan: Plan, axes: tuple[str, ...], share: float) -> str:
             f"{math.prod(plan.mesh[a] for a in axes if a in ('expert', 'expert_y')) // near} --mesh.expert {near}"
         )
     able = []
-    if plan.target.chip.kind == "gpu":  # on TPUs rounding takes half of what fewer bytes save, and no schedule was seen
+    if plan.target.chip.kind == "gpu":  # on TPUs rounding costs half of what fewer bytes save, and no schedule was seen
         if all(row.parts == 1 for row in plan.ledger.rows):
             able.append("two parts of a batch side by side, one on its way (--model.routing.interleave 2)")
         if not any(row.kind == "all-to-all" and row.dtype == WORDS for row in plan.ledger.rows):

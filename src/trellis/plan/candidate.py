@@ -1,4 +1,4 @@
-"""Variants of a run that a search meets, and which of them are worth a plan."""
+"""Variants of a run that a search considers, and which of them are worth a plan."""
 
 import dataclasses
 import shlex
@@ -10,7 +10,7 @@ from trellis.plan.quick import Plan
 from trellis.plan.sketch import Sketch
 from trellis.run.config import Run
 
-# Of a device's memory, what a plan may take to surely fit, where it is made up from that of a like variant.
+# The share of a device's memory within which a variant surely fits, if it was not planned but a similar one was.
 _ROOM = 0.9
 
 
@@ -22,9 +22,9 @@ class Candidate:
         run: the variant.
         options: what differs, as command line options.
         sketch: rough figures.
-        plan: from types; None if it was not among the best, or could not be planned.
+        plan: the plan from types; None if it was not among the best, or could not be planned.
         refused: why it could not be planned.
-        verdict: the compiler's view, where it was asked.
+        verdict: the compiler's view, if it was asked.
     """
 
     run: Run
@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def parts(self) -> int:
-        """Into how many parts a batch is cut."""
+        """The number of parts that a batch is cut into."""
         return self.run.layout.pipeline_microbatches or self.run.parts
 
     @property
@@ -82,10 +82,10 @@ class Candidate:
 
 
 def promising(sketched: list[Candidate], target: Target, most: int) -> Iterator[Candidate]:
-    """What is worth tracing: the best of each kind of parallelism first, then the fastest of all.
+    """The candidates worth tracing: the best of each kind of parallelism first, then the fastest of all.
 
-    A sketch's memory is off by a fifth or so: of each kind and checkpoint policy, with one microbatch and with more,
-    the fastest that surely fits goes along with the fastest that may.
+    A sketch's memory is off by a fifth or so. So for each kind and checkpoint policy, with one microbatch and with
+    more, both the fastest that surely fits and the fastest that may fit are taken.
     """
     room = target.chip.hbm_bytes
     chosen: dict[tuple, Candidate] = {}
@@ -94,7 +94,7 @@ def promising(sketched: list[Candidate], target: Target, most: int) -> Iterator[
             if c.sketch.peak <= share * room:
                 chosen.setdefault((_kind(c), c.run.remat, c.parts == 1, share), c)
     able = sorted({id(c): c for c in chosen.values()}.values(), key=lambda c: c.sketch.seconds)
-    if not able:  # nothing fits: how far off the smallest are
+    if not able:  # nothing fits: shows how far off the smallest are
         yield from sorted(sketched, key=lambda c: c.sketch.peak)[: min(most, 6)]
         return
     plain, staged = ([c for c in able if (c.run.mesh.stage > 1) == several] for several in (False, True))
@@ -106,7 +106,7 @@ def promising(sketched: list[Candidate], target: Target, most: int) -> Iterator[
 
 
 def _firsts(candidates: list[Candidate], room: float) -> list[Candidate]:
-    """Of each kind of parallelism the first that surely fits."""
+    """The first that surely fits, of each kind of parallelism."""
     firsts: dict[tuple, Candidate] = {}
     for c in candidates:
         if c.sketch.peak <= 0.75 * room:
@@ -121,13 +121,13 @@ def _kind(candidate: Candidate) -> tuple:
 
 
 def with_less_kept(planned: Sequence[Candidate], sketched: Sequence[Candidate], target: Target) -> Candidate | None:
-    """What is worth a plan after others were: of those that would be the fastest, but do not fit, the same mesh and
-    layout with other checkpointing or microbatches. None if nothing of the kind promises to be faster than what fits.
+    """The next candidate worth a plan once others have theirs: one that would be the fastest but does not fit, on the
+    same mesh and layout with other checkpointing or microbatches. None if none promises to be faster than what fits.
 
-    A variant's time and memory are told from its sketch by how far the sketch of the like one was off.
+    A variant's time and memory are its sketch's, corrected by how far the sketch of the planned one was off.
 
     Args:
-        planned: with their plans, or why there is none.
+        planned: the candidates with their plans, or why there is none.
         sketched: all variants.
         target: the hardware.
     """

@@ -1,4 +1,4 @@
-"""A compiled plan held against a saved one: what became slower or larger or moves more, by line."""
+"""Compares a compiled plan with a saved one: what became slower or larger or moves more, by line."""
 
 import collections
 import dataclasses
@@ -8,7 +8,7 @@ from trellis.figures import numbers
 from trellis.figures.text import aligned
 from trellis.plan.saved import SavedPlan
 
-# In percent: so much worse may a figure be.
+# How much worse a figure may be, in percent.
 BOUND = 2.0
 _SHOWN = {"step": numbers.seconds, "memory": numbers.size, "sent": numbers.size}
 _WORDS = {"step": "step", "memory": "memory", "sent": "sends"}
@@ -22,8 +22,8 @@ class Change:
 
     Attributes:
         figure: "step", "memory" or "sent".
-        what: that takes it; empty for the figure itself.
-        source: `file.py:line (function)`, where that is known.
+        what: what takes it; empty for the figure itself.
+        source: `file.py:line (function)`, if that is known.
         before, after: seconds or bytes.
     """
 
@@ -35,12 +35,12 @@ class Change:
 
     @property
     def more(self) -> float:
-        """By how much it is worse; negative where it is better."""
+        """How much worse it is; negative if it is better."""
         return self.after - self.before
 
     @property
     def percent(self) -> float:
-        """The same, in percent of what it was."""
+        """The same, in percent of what it was before."""
         return 100 * self.more / self.before if self.before else 100.0 if self.more else 0.0
 
 
@@ -50,10 +50,10 @@ class Changes:
 
     Attributes:
         before, after: the plans.
-        settings: what they differ in, `name before -> after`.
-        figures: those that both have.
-        lines: those that change, the worst first.
-        bound: so much worse may a figure be, in percent.
+        settings: the settings in which they differ, `name before -> after`.
+        figures: the figures that both have.
+        lines: the lines that change, the worst first.
+        bound: how much worse a figure may be, in percent.
     """
 
     before: SavedPlan
@@ -82,10 +82,10 @@ class Changes:
 
 
 def changes(before: SavedPlan, after: SavedPlan, bound: float = BOUND) -> Changes:
-    """Holds a plan against another one.
+    """Compares a plan with an earlier one.
 
-    Lines are the same where what they are and their source lines are; those that are left, of a text that was edited,
-    by their functions.
+    Lines are the same if what they are and their source lines are the same. Those that are left, from source that was
+    edited, are matched by their functions.
     """
     said = [{"target": p.target, **p.versions, **p.settings} for p in (before, after)]
     names = [name for name in {**said[0], **said[1]} if said[0].get(name) != said[1].get(name)]

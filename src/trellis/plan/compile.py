@@ -1,4 +1,4 @@
-"""Asking the real compiler: the run's own train step, compiled for hardware that is not here.
+"""Asks the real compiler: compiles the run's own train step for hardware that is not here.
 
 libtpu compiles for TPU slices and XLA's CUDA plugin for GPU nodes, both without the hardware. The compiled program
 says how much memory it needs, which collectives it runs and how often, which of them run beside other work, and (TPU)
@@ -40,17 +40,17 @@ class Compiled:
     """What the compiler made of a step.
 
     Attributes:
-        text: the compiled program, large constants too; empty if it did not fit.
-        memory: bytes by kind as `compiled_memory` counts them, and where the compiler tells its layout, `laid_out`,
-            all of it; `needed` only where it did not fit.
+        text: the compiled program, including large constants; empty if it did not fit.
+        memory: bytes by kind as `compiled_memory` counts them, and if the compiler reports its layout, `laid_out`, the
+            total; only `needed` if it did not fit.
         seconds: how long compiling took, when it was done.
-        cached: whether it was done before.
+        cached: whether it was compiled before.
         excess: bytes by which it does not fit, or 0.
-        largest: the largest buffers at the highest point, where the compiler tells its layout.
-        versions: of JAX and of the compiler.
+        largest: the largest buffers at the highest point, if the compiler reports its layout.
+        versions: the versions of JAX and of the compiler.
         options: compiler options.
-        kept: which flat arguments of the function the program has.
-        results: for each of its results the mesh axes that slice each dimension; None where they are not known.
+        kept: the flat arguments of the function that the program still has.
+        results: for each of its results, the mesh axes that slice each dimension; None if they are not known.
     """
 
     text: str
@@ -66,7 +66,7 @@ class Compiled:
 
     @property
     def peak(self) -> int:
-        """Bytes a device needs: arguments, results that are not donated, temporaries and code."""
+        """The bytes that a device needs: arguments, results that are not donated, temporaries and code."""
         m = self.memory
         if "needed" in m:
             return m["needed"]
@@ -105,7 +105,7 @@ def compile_run(
         run: the run.
         target: the hardware.
         options: compiler options, as in `{"xla_tpu_scoped_vmem_limit_kib": "98304"}`; the run's own if None.
-        progress: show on stderr how long it has been compiling.
+        progress: whether to show on stderr how long it has been compiling.
 
     Raises:
         UserError: the compiler is not installed or refuses an option, or a size does not divide.
@@ -119,7 +119,7 @@ def compile_run(
 def compile_program(
     prepared: Prepared, target: Target, *, options: Mapping[str, str] | None = None, progress: bool = False
 ) -> Compiled:
-    """The same for a program on its compiler's devices."""
+    """The same as `compile_run`, for a step that was prepared on its compiler's devices."""
     lowered = prepared.lowered(platform_of_target(target))
     return compile_lowered(lowered, target, name=prepared.run.name, options=options, progress=progress)
 
@@ -137,7 +137,7 @@ def compile_lowered(
     options: Mapping[str, str] | None = None,
     progress: bool = False,
 ) -> Compiled:
-    """The same for what `jax.jit(f).trace(...).lower(...)` returns; `name` is what it is called meanwhile."""
+    """The same for what `jax.jit(f).trace(...).lower(...)` returns; `name` is shown while it compiles."""
     platform = platform_of_target(target)
     options = {option: str(value) for option, value in (options or {}).items()}
     versions = compiler_versions(target)
@@ -179,14 +179,14 @@ def compile_lowered(
 
 
 def _axes(sharding: Any) -> list[list[str]] | None:
-    """The mesh axes that slice each dimension of a result, or None where its type does not say."""
+    """The mesh axes that slice each dimension of a result, or None if its type does not say."""
     if not isinstance(sharding, NamedSharding) or sharding.spec.unreduced:
         return None
     return [[] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in sharding.spec]
 
 
 def compiler_versions(target: Target) -> dict[str, str]:
-    """Versions of JAX and of the target's compiler."""
+    """The versions of JAX and of the target's compiler."""
     from importlib import metadata
 
     found = {"jax": jax.__version__}
@@ -213,10 +213,10 @@ def _refused(
     options: Mapping[str, str],
     layout: MemoryLayout | None = None,
 ) -> Compiled:
-    """A program that does not fit, from the compiler's message.
+    """The result for a program that does not fit, from the compiler's message.
 
     Raises:
-        UserError: it refused for another reason that the user can mend.
+        UserError: it refused for another reason, which the user can fix.
         RuntimeError: it refused for another reason.
     """
     exhausted = "RESOURCE_EXHAUSTED" in message
@@ -265,7 +265,7 @@ def allocations(message: str) -> list[Allocation]:
 
 @contextlib.contextmanager
 def _telling(what: str) -> Generator[None]:
-    """Says on stderr, every few seconds, that something is still going on."""
+    """Reports on stderr, every few seconds, that something is still under way."""
     done = threading.Event()
     started = time.monotonic()
     terminal = sys.stderr.isatty()
@@ -296,7 +296,7 @@ def _telling(what: str) -> Generator[None]:
 
 
 _FORMAT = 4  # of the files that hold compiled programs
-# How much the compiler cares for speed and memory: of JAX 0.10, and as JAX 0.12 has it.
+# How much effort the compiler spends on speed and memory: the names in JAX 0.10, and those in JAX 0.12.
 _EFFORT = (
     "jax_exec_time_optimization_effort", "jax_memory_fitting_effort", "jax_optimization_level",
     "jax_memory_fitting_level",
@@ -324,7 +324,7 @@ def _read(key: str) -> Compiled | None:
 
 
 def _write(key: str, compiled: Compiled) -> None:
-    """Written beside and renamed, so that a second process never reads half a file."""
+    """Writes a file beside it and renames that, so that a second process never reads half a file."""
     folder = _folder()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""What a GPU's compiler schedules a step by, from types: how long each instruction takes, before anything has run.
+"""Costs by which a GPU's compiler schedules a step, from types: each instruction's time, before anything has run.
 
-XLA puts collectives beside computation by guesses, and of a kernel it can guess nothing, so that it lays a gather of
-megabytes beside an addition, and nothing beside the kernel that follows. It takes a profile of a run instead where it
-is given one (`xla_gpu_pgle_profile_file_or_directory_path`; JAX's documentation calls that profile-guided latency
+XLA puts collectives beside computation by guesses, and about a kernel it can guess nothing, so it puts a gather of
+megabytes beside an addition, and nothing beside the kernel that follows. If it is given a profile of a run, it uses
+that instead (`xla_gpu_pgle_profile_file_or_directory_path`; JAX's documentation calls this profile-guided latency
 estimation). A plan knows as much: the same file is written here from the estimates by which a step is judged.
 """
 
@@ -20,7 +20,7 @@ from trellis.plan.quick import Plan
 from trellis.plan.verdict import Verdict, judge
 from trellis.train.compilation import COSTS
 
-# Another schedule gives some instructions other names, of which a file knows nothing; so there are more.
+# A new schedule gives some instructions new names, which a file does not have; so there are further rounds.
 MOST_ROUNDS = 3
 
 
@@ -36,17 +36,17 @@ def costs_text(known: Estimates) -> str:
 
 
 def schedule_by_costs(plan: Plan, prepared: Prepared, verdict: Verdict, folder: str | Path) -> Verdict:
-    """Compiles a step again, scheduled by its own estimates, until that saves no more.
+    """Compiles a step again, scheduled by its own estimates, until that saves nothing more.
 
     Args:
         plan: the plan of the step.
         prepared: the step, on its compiler's devices.
-        verdict: of the step compiled without.
-        folder: where files of costs are written. Their names have a hash of what is in them, so that a program kept in
-            a cache was scheduled by the file that its options name.
+        verdict: the verdict on the step compiled without costs.
+        folder: where files of costs are written. Their names contain a hash of their contents, so that a cached program
+            was scheduled by the file that its options name.
 
     Returns:
-        The fastest verdict; that without costs where none is faster. Its options name the file.
+        The fastest verdict; the one without costs if none is faster. Its options name the file.
 
     Raises:
         UserError: the target's compiler takes no costs.
@@ -79,7 +79,7 @@ def check_takes_costs(where: Target) -> None:
     """Refuses targets whose compiler takes no costs.
 
     Raises:
-        UserError: it is not the one of GPUs.
+        UserError: the compiler is not that of GPUs.
     """
     if where.chip.kind != "gpu":
         rule = "Costs are for the compiler of GPUs; a TPU's has its own."
@@ -87,7 +87,7 @@ def check_takes_costs(where: Target) -> None:
 
 
 def costs_said(first: Verdict, best: Verdict) -> str:
-    """What scheduling by costs came to, as text: the option to give, where it is faster."""
+    """The outcome of scheduling by costs, as text, with the option to give if it is faster."""
     if best is first or best.seconds is None:
         return "scheduled by costs: no faster: as above"
     than = (

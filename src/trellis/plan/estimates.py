@@ -1,8 +1,8 @@
 """How long each instruction of a compiled step takes on its target, so that its schedule can be replayed.
 
 TPU programs carry their compiler's estimate of each fusion. GPU programs carry none: there an instruction takes the
-longer of its products at the matrix units' rate and its bytes at the memory's, and all of them together as long as the
-plan's computation. Kernels take what the plan has for their line of the program.
+longer of its products at the matrix units' rate and its bytes at the memory's rate, and all of them together take as
+long as the plan's computation. Kernels take what the plan has for their line of the program.
 """
 
 import collections
@@ -32,7 +32,7 @@ from trellis.inspect.touched import touched_bytes
 from trellis.inspect.work import UNSCHEDULED
 from trellis.plan.quick import Plan
 
-# What a kernel's custom call is called: of Mosaic, Triton and cuDNN.
+# Names of kernels' custom calls: those of Mosaic, Triton and cuDNN.
 _KERNELS = ("tpu_custom_call", "triton", "cudnn", "mosaic")
 
 
@@ -42,12 +42,12 @@ class Estimates:
 
     Attributes:
         program: the compiled step.
-        computing: seconds that one run of an instruction computes.
+        computing: the seconds for which one run of an instruction computes.
         found: the collectives, each as the program has it and as a row of the ledger.
-        sending: what these need, by the names of their instructions.
-        scheduled: seconds of everything but collectives and kernels by the compiler's own estimate; None where it
-            gives none (GPU).
-        kernels: seconds of what the compiler has no estimate of: kernels for attention and grouped products, as the
+        sending: what the collectives need, by the names of their instructions.
+        scheduled: seconds of everything but collectives and kernels by the compiler's own estimate; None if it gives
+            none (GPU).
+        kernels: seconds of what the compiler has no estimate for: kernels for attention and grouped products, as the
             plan has them, and gathers of rows, by their bytes.
         load: as in `Program.walk`.
     """
@@ -61,7 +61,7 @@ class Estimates:
     load: float
 
     def names_of(self, instruction: Instruction) -> list[str]:
-        """Its name, and those of what an asynchronous start runs."""
+        """An instruction's name, and the names of what an asynchronous start runs."""
         inside = self.program.inside(instruction) if instruction.op.endswith("-start") else ()
         return [instruction.name, *(inner.name for inner in inside)]
 
@@ -84,7 +84,7 @@ def estimates(plan: Plan, text: str, mesh: Mesh | AbstractMesh) -> Estimates:
     scheduled = cycles / chip.clock if cycles and chip.clock else None
     known = _kernels(plan, program)
     if scheduled is None:
-        bare = functools.cache(functools.partial(_by_rates, program, chip))  # an instruction is as good as its name
+        bare = functools.cache(functools.partial(_by_rates, program, chip))  # keyed by the instruction's name
         others = lambda instruction: 0.0 if instruction.name in known else bare(instruction.name)
         longer = (plan.times.computation - kernels) / (replay(program, others, {}, load).computing or 1.0)
         computing = lambda instruction: known.get(instruction.name) or others(instruction) * longer
@@ -102,7 +102,7 @@ def kernel_seconds(plan: Plan) -> float:
 
 
 def _sending(plan: Plan, row: Row) -> Sending:
-    """What a collective needs: on GPUs the one stream that all of NCCL's kernels run in, else its mesh axes' links."""
+    """What a collective needs: on GPUs, the one stream that all of NCCL's kernels run in; else its mesh axes' links."""
     seconds = plan.links.seconds(row.wire, row.axes, row.kind)
     return (
         Sending(seconds, ("stream",), in_order=True) if plan.target.chip.kind == "gpu" else Sending(seconds, row.axes)
@@ -128,8 +128,8 @@ def _by_rates(program: Program, chip: Chip, name: str) -> float:
 def _kernels(plan: Plan, program: Program) -> dict[str, float]:
     """Seconds of one run of each kernel: what the plan has for its line and pass, shared by all runs of these.
 
-    libtpu's own kernels for grouped products have lost their line: they share what the plan has for that pass and no
-    other kernel is from.
+    libtpu's own kernels for grouped products have lost their line: they share what the plan has for their pass and no
+    other kernel accounts for.
     """
     seconds: dict[tuple[str, str], float] = collections.defaultdict(float)
     for line in plan.times.lines:

@@ -1,4 +1,4 @@
-"""What a search found, for people and programs: a table, text, plain values, and what held each candidate back."""
+"""Presents what a search found: a table, text, plain values, and what held each candidate back."""
 
 import dataclasses
 from typing import Any
@@ -29,7 +29,7 @@ def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> 
 
 
 def why_won(found: Found) -> str:
-    """What the winner saves against the next best mesh that fits; empty where it is the only one."""
+    """What the winner saves over the next best mesh that fits; empty if it is the only one."""
     winner, mesh = found.winner, lambda c: dataclasses.asdict(c.run.mesh)
     others = [c for c in found.candidates if winner and c.plan and c.fits and mesh(c) != mesh(winner)]
     if not others:
@@ -44,7 +44,7 @@ def why_won(found: Found) -> str:
 
 
 def _causes(candidate: Candidate) -> dict[str, float]:
-    """Seconds of a step by what takes them."""
+    """The seconds of a step, by what takes them."""
     found = dict.fromkeys(
         ("moving weights and gradients", "moving activations", "copying to and from the host's memory",
          "computing activations again", "in products", "in attention", "in elementwise work"), 0.0,

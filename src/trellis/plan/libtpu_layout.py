@@ -1,8 +1,8 @@
-"""What libtpu lays out in a device's memory, read from what it dumps: how much, and what is there at the highest point.
+"""libtpu's layout of a device's memory, read from its dumps: how much is used, and what is there at the highest point.
 
 A compiled program's own `memory_analysis()` counts what is lost between temporaries twice, and takes what loops carry
-for lost (libtpu 0.0.42): for an 8B model it said 5.0 GiB of a layout of 3.8. A program that does not fit has none at
-all. The dump has both, at no cost.
+for lost (libtpu 0.0.42): for an 8B model it reported 5.0 GiB for a layout of 3.8. A program that does not fit has no
+analysis at all. The dump has both, at no cost.
 """
 
 import bisect
@@ -17,7 +17,7 @@ class Allocation:
     """One of the buffers in memory at a program's highest point.
 
     Attributes:
-        num_bytes: on one device.
+        num_bytes: its size on one device.
         what: dtype and shape.
         source: the operation that made it, as the compiler names it, or the path of an argument.
     """
@@ -32,7 +32,7 @@ class MemoryLayout:
     """A device's memory as the compiler laid it out.
 
     Attributes:
-        num_bytes: all of it: arguments and the space of temporaries.
+        num_bytes: the total: arguments and the space of temporaries.
         largest: arguments, and temporaries at the highest point, largest first.
     """
 
@@ -46,7 +46,7 @@ def dump_options(folder: str | Path) -> dict[str, str]:
 
 
 def read_layout(folder: str | Path, most: int = 16) -> MemoryLayout | None:
-    """The memory layout in a folder that `dump_options` named; None if the compiler did not come that far."""
+    """The memory layout in a folder that `dump_options` named; None if the compiler did not get that far."""
     texts = {}
     for kind in ("buffer-assignment", "live-range", ""):
         pattern = f"*after_optimizations{'-' if kind else ''}{kind}.txt"
@@ -65,18 +65,18 @@ def read_layout(folder: str | Path, most: int = 16) -> MemoryLayout | None:
 
 
 _VALUE = re.compile(
-    r"value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> "  # its name, of a tuple the index, of a loop (phi)
+    r"value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> "  # its name; a tuple's index; (phi) for a loop's
     r"\(size=(\d+),offset=(\d+)\): (\w+\[[\d,]*\])"
 )
 
 
 def _assignment(text: str) -> tuple[int, list[tuple[int, str, str]], list[tuple[str, int, int, str]]]:
-    """Of a buffer assignment: bytes of temporaries, arguments, and the temporaries' values with their places."""
+    """Reads a buffer assignment: bytes of temporaries, arguments, and the temporaries' values with their places."""
     space, arguments, values = 0, [], []
     for block in re.split(r"^allocation \d+: ", text, flags=re.MULTILINE)[1:]:
         head, _, rest = block.partition("\n")
         size = re.match(r"size (\d+)", head)
-        if not size or "color" in head or "thread-local" in head:  # another memory than HBM, or of one operation
+        if not size or "color" in head or "thread-local" in head:  # memory other than HBM, or of one operation
             continue
         if "parameter" in head:
             first = re.search(r"value: <\d+ (\S+?)(?:\{[\d,]*\})? @", rest)
@@ -92,13 +92,13 @@ def _assignment(text: str) -> tuple[int, list[tuple[int, str, str]], list[tuple[
 
 
 def _spans(text: str) -> dict[str, tuple[int, int]]:
-    """First and last instruction of every value's life."""
+    """The first and last instruction of every value's life."""
     lines = re.finditer(r"^\s+(\S+?)\{([\d,]*)\}:(\d+)-(\d+)\s*$", text, re.MULTILINE)
     return {f"{m[1]}{{{m[2]}}}": (int(m[3]), int(m[4])) for m in lines}
 
 
 def _highest(values: list[tuple[tuple[int, int], int, int, str, str]]) -> list[tuple[int, str, str]]:
-    """The values in place when most of the space is used, one for each place."""
+    """The values that are live when most of the space is used, one for each place."""
     times = sorted({span[0] for span, _, size, _, _ in values if size > 2**20}) or [0]
     used = [0] * len(times)
     for (first, last), _, size, _, _ in values:
@@ -121,7 +121,7 @@ def _highest(values: list[tuple[tuple[int, int], int, int, str, str]]) -> list[t
 
 
 def _sources(text: str) -> dict[str, str]:
-    """Instruction names to the line and operation that they come from."""
+    """Maps instruction names to the line and operation that they come from."""
     found = {}
     for m in re.finditer(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{([^}]*)\}", text, re.MULTILINE):
         line = re.search(r'source_file="([^"]*)"\s+source_line=(\d+)', m[2])

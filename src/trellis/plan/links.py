@@ -1,8 +1,8 @@
-"""Which physical links a mesh axis runs over, and how fast a collective over it can be.
+"""The physical links that a mesh axis runs over, and how fast a collective over it can be.
 
-The last mesh axes talk most, so they are placed first, each on the sides of the torus that its size fills exactly
-(as `jax.experimental.mesh_utils` does); what does not fit fills parts of sides, which are lines and not rings. On GPU
-nodes the last axes stay inside a host. The first axes cross hosts or slices.
+The last mesh axes communicate most, so they are placed first, each on the sides of the torus that its size fills
+exactly (as `jax.experimental.mesh_utils` does). An axis that does not fit that way fills parts of sides, which are
+lines and not rings. On GPU nodes the last axes stay inside a host. The first axes cross hosts or slices.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from trellis.errors import UserError
 from trellis.hardware.chips import Target
 
-# Share of the published rate that a collective reaches: TPU torus links 45 of 50 GB/s (the scaling book's one-way
+# The share of the published rate that a collective reaches: TPU torus links 45 of 50 GB/s (the scaling book's one-way
 # rates); NCCL's bus bandwidth on NVSwitch about 360 of 450 GB/s.
 EFFICIENCY = {"tpu": 0.9, "gpu": 0.8, "cpu": 0.8}
 NETWORK_EFFICIENCY = 0.8
@@ -25,16 +25,16 @@ LAUNCH_SECONDS = {"tpu": 2e-6, "gpu": 12e-6, "cpu": 12e-6}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of one mesh axis on one kind of link.
+    """A stretch of one mesh axis on one kind of link.
 
     Attributes:
         size: devices along it.
         where: "torus", "NVLink", "core" or "network".
-        bandwidth: bytes a second a device can take in over it, all links together, at the efficiency above. Where its
-            devices are some links apart, as many groups share these.
+        bandwidth: bytes a second that a device can receive over it, all links together, at the efficiency above. If its
+            devices are several links apart, that many groups share the links.
         ring: whether it is a closed ring.
-        side: which side of the torus it is on; None elsewhere.
-        apart: links from one to the next.
+        side: the side of the torus that it is on; None elsewhere.
+        apart: links from one device to the next.
     """
 
     size: int
@@ -46,7 +46,7 @@ class Segment:
 
     @property
     def one_way(self) -> float:
-        """The same of what all devices send in one direction: a closed ring has as much again in the other."""
+        """The bandwidth if all devices send in one direction; a closed ring has as much again in the other."""
         return self.bandwidth / 2 if self.ring else self.bandwidth
 
     def __str__(self) -> str:
@@ -64,20 +64,20 @@ class Links:
     parts: Mapping[str, tuple[Segment, ...]]
 
     def bandwidth(self, axes: Sequence[str], kind: str = "all-gather") -> float:
-        """Bytes a second that a device sends, in a collective over these mesh axes together.
+        """The bytes a second that a device sends in a collective over these mesh axes together.
 
-        Of gathers and reductions sides of the torus are used at once, so their rates add. Where the group crosses
-        slices or hosts, each device brings its share through the network and the fast links hand it on: the network's
-        rate times the devices of the group in one slice or host, at most the fast links' rate.
+        Gathers and reductions use several sides of the torus at once, so their rates add. If the group crosses slices
+        or hosts, each device brings its share through the network and the fast links pass it on: the rate is the
+        network's times the devices of the group in one slice or host, at most the fast links' rate.
 
         In an all-to-all everything that a device sends is for one other device only. So all that leaves its host or
         slice goes through its own share of the network, and each side of a torus carries what crosses its middle (the
-        scaling book's all-to-all; on sides of more than four chips it is slower than a gather of as many bytes). A
-        permute goes as fast as its slowest link.
+        scaling book's all-to-all; on sides of more than four chips it is slower than a gather of the same number of
+        bytes). A permute is as fast as its slowest link.
 
         Args:
             axes: mesh axes.
-            kind: of the collective, as in `trellis.program.moves`.
+            kind: the kind of collective, as in `trellis.program.moves`.
         """
         parts = _joined([part for axis in axes for part in self.parts.get(axis, ()) if part.size > 1])
         near = [part for part in parts if part.where != "network"]
@@ -93,7 +93,7 @@ class Links:
         return min(fast, far[0] * math.prod(part.size for part in near)) if far else fast
 
     def seconds(self, wire_bytes: float, axes: Sequence[str], kind: str = "all-gather") -> float:
-        """Time of one collective of which each device sends `wire_bytes`: bytes over rate, plus hops and a launch."""
+        """Time of one collective in which each device sends `wire_bytes`: bytes over rate, plus hops and a launch."""
         parts = [part for axis in axes for part in self.parts.get(axis, ()) if part.size > 1]
         if not parts:
             return 0.0
@@ -103,8 +103,8 @@ class Links:
     def scatters_as_reduce(self, axes: Sequence[str]) -> bool:
         """Whether a reduce-scatter over these axes together becomes an all-reduce and a slice: twice the bytes.
 
-        That is what libtpu 0.0.42 makes of it where the group spans several sides of a v4, v5e, v5p or v6e torus;
-        over one side, and on v7x, it scatters.
+        libtpu 0.0.42 does this if the group spans several sides of a v4, v5e, v5p or v6e torus; over one side, and on
+        v7x, it scatters.
         """
         if self.target.chip.kind != "tpu" or self.target.chip.devices_per_chip > 1:
             return False
@@ -121,7 +121,7 @@ class Links:
 
 
 def _joined(parts: Sequence[Segment]) -> list[Segment]:
-    """What lies on one side of a torus, or inside one host, as one piece."""
+    """The segments on one side of a torus, or inside one host, joined into one."""
     places: dict[tuple, list[Segment]] = {}
     for part in parts:
         places.setdefault((part.where, part.side), []).append(part)
@@ -134,9 +134,9 @@ def _joined(parts: Sequence[Segment]) -> list[Segment]:
 
 
 def _crossing(part: Segment, devices: int) -> float:
-    """Seconds that these links take for each byte of an array that each of so many devices sends to all, a like part
-    to each. On a side of a torus half of them send half of theirs across the middle. Inside a host there is only what
-    stays in it.
+    """The seconds that these links take for each byte of an array that each of `devices` devices sends to all, an equal
+    part to each. On a side of a torus, half of the devices send half of theirs across the middle. Links inside a host
+    carry only what stays in it.
     """
     sent = {"torus": part.size**2 // 4 / part.size, "NVLink": (part.size - 1) / devices}
     return sent.get(part.where, (part.size - 1) / part.size) / part.bandwidth
@@ -146,7 +146,7 @@ def check_tiles(mesh: Mapping[str, int], target: Target) -> None:
     """Refuses a mesh that does not fill the target.
 
     Raises:
-        UserError: with the shapes that do.
+        UserError: it does not; the message names shapes that do.
     """
     size = math.prod(mesh.values())
     if size == target.num_devices:
@@ -195,7 +195,7 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
             if mesh[axis] > inside:
                 parts[axis].append(Segment(mesh[axis] // inside, "network", network))
         return Links(target, {axis: tuple(p) for axis, p in parts.items()})
-    # One entry per side still free: (side, length free, whole length)
+    # The length that is still free, by side
     free = dict(enumerate(target.shape))
     cores, slices = chip.devices_per_chip, target.num_slices
     for position, axis in reversed(list(enumerate(mesh))):
@@ -208,7 +208,7 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
         if across > 1:
             size, slices = size // across, slices // across
         for side, part in _sides(size, free, target.shape):
-            apart = target.shape[side] // free[side]  # what is placed already lies between
+            apart = target.shape[side] // free[side]  # what is already placed lies between
             ring = part * apart == target.shape[side] and target.wrap[side]
             parts[axis].append(Segment(part, "torus", rate * (2 if ring else 1) / apart, ring, side, apart))
             free[side] //= part
@@ -218,7 +218,7 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
 
 
 def _sides(size: int, free: Mapping[int, int], shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Sides (and how much of each) that make up `size`: whole sides if some do, else parts."""
+    """The sides, and how much of each, that make up `size`: whole sides if some do, else parts of sides."""
     whole = [side for side, left in free.items() if left == shape[side] and left > 1]
     for count in range(len(whole), 0, -1):
         for sides in itertools.combinations(reversed(whole), count):

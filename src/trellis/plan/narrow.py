@@ -1,4 +1,4 @@
-"""What narrow products bring on a target: a step's time with each of them made in bfloat16 instead."""
+"""What narrow products gain on a target: compares a step's time with each of them made in bfloat16 instead."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,19 +9,19 @@ from trellis.plan.quick import Plan
 from trellis.run.config import Run
 
 HEADER = ("products", "in", "without it", "brings")
-# A share of a step below which the model of time says nothing.
+# The share of a step below which the time model cannot tell.
 _NOTICEABLE = 0.01
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Brought:
-    """What one entry of `precision.products` brings.
+    """What one entry of `precision.products` gains.
 
     Attributes:
-        part: of names of parameters.
+        part: the part of parameters' names.
         kind: the narrow type.
-        seconds: of a step with it, by the plan.
-        without: of a step with these products in the type of computation.
+        seconds: the seconds of a step with it, by the plan.
+        without: those of a step with these products in the type of computation.
         peak: bytes on one device at the highest point with it.
         peak_without: the same without it.
     """
@@ -35,7 +35,7 @@ class Brought:
 
     @property
     def saves(self) -> float:
-        """The share of the time of a step without it; negative where a step takes longer with it."""
+        """The share of a step's time that it saves; negative if a step takes longer with it."""
         return 1 - self.seconds / self.without
 
     @property
@@ -44,7 +44,7 @@ class Brought:
         return self.saves >= _NOTICEABLE
 
     def row(self) -> tuple[str, ...]:
-        """As a row of a table under `HEADER`."""
+        """The gain as a row of a table under `HEADER`."""
         words = "nothing"
         if self.pays:
             words = f"{self.saves:.0%} of the time"
@@ -58,7 +58,7 @@ class Brought:
 
 
 def brought(run: Run, plan: Plan, planned: Callable[[Run], Plan]) -> list[Brought]:
-    """What each of a run's narrow products brings, each left out alone.
+    """What each of a run's narrow products gains, found by leaving out each alone.
 
     Args:
         run: the run, of one length.

@@ -18,19 +18,19 @@ class PhasePlan(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of all its steps."""
+        """The seconds of all its steps."""
         return (self.phase.stop - self.phase.start) * self.plan.seconds
 
 
 def plan_phases(run: Run, planned: Callable[[Run], Plan]) -> list[PhasePlan]:
-    """The plan of each phase of a run; a run of one length has one.
+    """The plan of each phase of a run; a run of one length has one phase.
 
     Args:
         run: the run.
         planned: plans a run of one length.
 
     Raises:
-        UserError: a phase cannot be planned, as where its length does not divide over the mesh.
+        UserError: a phase cannot be planned, for example because the mesh does not divide its length.
     """
     found = []
     for phase in run.phases():
@@ -40,7 +40,7 @@ def plan_phases(run: Run, planned: Callable[[Run], Plan]) -> list[PhasePlan]:
 
 
 def fullest(plans: Sequence[PhasePlan]) -> PhasePlan:
-    """The phase that needs the most memory: where it fits, the run does."""
+    """The phase that needs the most memory: if it fits, the run does."""
     return max(plans, key=lambda p: p.plan.memory.peak)
 
 

@@ -19,13 +19,13 @@ class Prepared:
     """A run's train step with abstract arguments.
 
     Attributes:
-        run: what it is the step of.
+        run: the run whose step it is.
         layout: its mesh and maps.
         step: the jitted step, its state donated.
         state: `jax.ShapeDtypeStruct`s with shardings.
         batch: likewise.
-        tokens: tokens of a step.
-        parts: microbatches of a step.
+        tokens: the tokens of a step.
+        parts: the microbatches of a step.
     """
 
     run: Run
@@ -42,7 +42,7 @@ class Prepared:
             return trace(self.step, self.state, self.batch, kind_of=kind_of)
 
     def lowered(self, platform: str) -> Any:
-        """The step as `jax.stages.Lowered`, for the platform of its devices as JAX calls it."""
+        """The step as `jax.stages.Lowered`, for the platform of its devices by JAX's name."""
         with self.layout, cudnn_assumed():
             return self.step.trace(self.state, self.batch).lower(lowering_platforms=(platform,))
 
@@ -51,10 +51,10 @@ def prepare(run: Run, target: Target, devices: Sequence[Any], *, chunk_bytes: in
     """The train step of a run on a target's devices.
 
     Args:
-        run: the run; its largest batch is planned for, and of several lengths of sequences the longest.
-        target: what the devices are, for messages.
+        run: the run; its largest batch is planned for, and the longest of several sequence lengths.
+        target: the hardware that the devices are, for messages.
         devices: real ones, a compiler's, or described ones.
-        chunk_bytes: of the loss, as in `assemble`.
+        chunk_bytes: those of the loss, as in `assemble`.
 
     Raises:
         UserError: the mesh does not fill the target, or the batch or a width does not divide.

@@ -1,4 +1,4 @@
-"""A plan from types alone: what a step needs, moves and costs, on hardware that is not here, in seconds."""
+"""A plan from types alone, made in seconds: what a step needs, moves and costs on hardware that is not here."""
 
 import dataclasses
 import math
@@ -26,24 +26,24 @@ from trellis.train.stages import schedule_of
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run needs on a target, predicted.
+    """A prediction of what a run needs on a target.
 
     Attributes:
-        name: the run's.
+        name: the run's name.
         target: the hardware.
         mesh: mesh axes and sizes.
-        links: what each mesh axis runs over.
+        links: the links that each mesh axis runs over.
         tokens: tokens of a step.
         parameters: parameters of the model.
         model_flops: FLOPs of a step that count for MFU, over all devices, as the trainer counts them.
-        memory: the highest point of a device.
-        ledger: what moves, at the load assumed.
-        times: what takes how long.
+        memory: a device's memory at its highest point.
+        ledger: what moves, at the assumed load.
+        times: how long everything takes.
         work: every piece of work of a device.
         price: dollars for one device and hour, or None.
-        load: rows that experts on the fullest device get, in those of an even load.
-        schedule: of a pipeline's stages, or None.
-        layers: of each part of the pipeline, where they are not all as many.
+        load: rows that experts on the fullest device get, relative to an even load.
+        schedule: the schedule of a pipeline's stages, or None.
+        layers: the layers of each part of the pipeline, if their numbers differ.
     """
 
     name: str
@@ -64,27 +64,27 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the highest point is below what a program can allocate."""
+        """Whether the memory's highest point is below what a program can allocate."""
         return self.memory.peak <= self.target.chip.hbm_bytes
 
     @property
     def seconds(self) -> float:
-        """Predicted time of a step."""
+        """The predicted time of a step."""
         return self.times.seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what the devices could do at their bfloat16 peak in the predicted time."""
+        """The model's FLOPs over what the devices could do at their bfloat16 peak in the predicted time."""
         return self.model_flops / (self.seconds * self.target.num_devices * self.target.chip.bf16_flops)
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all devices."""
+        """Tokens a second over all devices."""
         return self.tokens / self.seconds
 
     @property
     def dollars_per_billion_tokens(self) -> float | None:
-        """At the price given for a device and hour."""
+        """The cost at the given price for a device and hour."""
         if self.price is None:
             return None
         return self.price * self.target.num_devices / 3600 * 1e9 / self.tokens_per_second
@@ -101,11 +101,11 @@ def quick_plan(
     """Plans a run from types, without compiling.
 
     Args:
-        run: the run; of several lengths of sequences the longest is planned.
+        run: the run; the longest of several sequence lengths is planned.
         target: the hardware.
         price: dollars for one device and hour.
         options: names of compiler options in use, which may hide communication; the run's own if None.
-        load: of a mixture of experts, rows that the fullest device gets, in those of an even load.
+        load: for a mixture of experts, the rows that the fullest device gets, relative to an even load.
 
     Raises:
         UserError: the mesh does not fill the target, or a size does not divide.
@@ -121,10 +121,10 @@ def plan_of(
     options: Sequence[str] | None = None,
     load: float = 1.0,
 ) -> Plan:
-    """The same for a train step that was prepared before.
+    """The same for a train step that is already prepared.
 
     Raises:
-        UserError: a name of kept values is none of the model's.
+        UserError: a name of kept values is not one of the model's.
     """
     run = prepared.run
     if options is None:
@@ -152,14 +152,14 @@ def plan_of(
 def plan_step(
     step: Callable, state: Any, batch: Any, target: Target, *, name: str, tokens: int, model_flops: float
 ) -> Plan:
-    """The same for any train step, of a model and a loop of one's own.
+    """The same for any train step, such as that of your own model and loop.
 
     Args:
-        step: `step(state, batch)`, under `jax.jit` where it donates its state.
+        step: `step(state, batch)`, under `jax.jit` if it donates its state.
         state: arrays, or `jax.ShapeDtypeStruct`s with shardings.
         batch: likewise.
         target: the hardware.
-        name: of the plan.
+        name: the plan's name.
         tokens: tokens of a step.
         model_flops: FLOPs of a step that count for MFU, over all devices.
     """
@@ -167,7 +167,7 @@ def plan_step(
 
 
 def _made_once(piece: Piece) -> bool:
-    """Whether XLA's CPU compiler makes this once: outside of loops it sees that the forward pass did it before."""
+    """Whether XLA's CPU compiler computes this once: outside loops it sees that the forward pass already did it."""
     return piece.direction == "recomputed" and not piece.looped
 
 
@@ -187,12 +187,12 @@ def plan_program(
     Args:
         program: the step.
         target: the hardware.
-        name: of the plan.
+        name: the plan's name.
         tokens: tokens of a step.
         model_flops: FLOPs of a step that count for MFU, over all devices.
         price: dollars for one device and hour.
         options: names of compiler options in use.
-        load: rows that experts on the fullest device get, in those of an even load.
+        load: rows that experts on the fullest device get, relative to an even load.
     """
     links, ledger = links_of(program.mesh, target), ledger_of(program, load)
     pieces = tuple(work(program, load))

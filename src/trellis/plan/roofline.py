@@ -1,13 +1,12 @@
 """How long a step takes, from what it computes and what it moves.
 
-Each piece of work takes the longest of its products at the matrix units' rate, its elementwise operations at the
-vector units' rate and its bytes at the memory's rate. Each collective takes its bytes over the rate of the links its
-mesh axes run on. Collectives of activations stand in the way of the work that reads them. Collectives of weights
-(gathers before use, reductions of gradients) are hidden under the computation of the same pass where the compiler
-does that, as far as there is computation to hide under. So are, on GPUs, exchanges of batches in several parts
-(`Routing.interleave`), but for one part's. The steps of a ring run beside the kernels or products of the
-same line of the program, in the same pass. Copies to and from the host's memory are hidden under the computation
-of their pass.
+Each piece of work takes the longest of its products at the matrix units' rate, its elementwise operations at the vector
+units' rate and its bytes at the memory's rate. Each collective takes its bytes over the rate of the links its mesh axes
+run on. Collectives of activations delay the work that reads them. Collectives of weights (gathers before use,
+reductions of gradients) are hidden under the computation of the same pass if the compiler does that, as far as there is
+computation to hide under. So are, on GPUs, exchanges of batches in several parts (`Routing.interleave`), except one
+part's. The steps of a ring run beside the kernels or products of the same line of the program, in the same pass. Copies
+to and from the host's memory are hidden under the computation of their pass.
 """
 
 import collections
@@ -21,10 +20,10 @@ from trellis.inspect.rows import Ledger, Row
 from trellis.inspect.work import HOST_COPY, Piece
 from trellis.plan.links import Links
 
-# Elementwise work that the compiler fuses into the products around it, so that its bytes are not read again. Fitted
-# on compiled programs.
+# The share of elementwise work that the compiler fuses into the products around it, so that its bytes are not read
+# again. Fitted to compiled programs.
 FUSED_AWAY = 0.35
-# Options that make a TPU compiler hide what it does not hide by itself.
+# Options that make a TPU compiler hide what it does not hide by default.
 HIDING_OPTIONS = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "gathers",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "gathers",
@@ -38,22 +37,22 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """One row of the time table: alike work on one line of the program, in one pass.
+    """One row of the time table: similar work on one line of the program, in one pass.
 
     Attributes:
-        kind: of a piece of work, or of a collective.
+        kind: the kind of a piece of work, or of a collective.
         label: what a person would call it.
         where: forward, recomputed, backward or update.
-        seconds: in a step, nothing hidden.
+        seconds: the seconds in a step, if nothing were hidden.
         hidden: seconds of these under computation.
         order: its place in the program; 0 for collectives.
-        rate: FLOP/s that the matrix units reach on it, where they bound it.
+        rate: FLOP/s that the matrix units reach on it, if they bound it.
         bound: what it waits for: "matrix units", "vector units", "memory", "the host's memory", or the links of mesh
             axes.
         flops: FLOPs in a step, on one device.
         num_bytes: bytes in a step, on one device, through memory or over links.
         times: how often it runs.
-        formula: how the seconds come about, with numbers.
+        formula: how the seconds are calculated, with numbers.
         source: `file.py:line (function)`.
         axes: mesh axes of a collective.
         role: what a collective moves: "weights", "gradients" or "activations".
@@ -77,7 +76,7 @@ class Line:
 
     @property
     def moves(self) -> bool:
-        """Whether it moves something, between devices or to and from the host, and computes nothing."""
+        """Whether it only moves something, between devices or to and from the host, and computes nothing."""
         return bool(self.axes) or self.kind == HOST_COPY
 
 
@@ -86,7 +85,7 @@ class Times:
     """The time of a step and its parts, on one device.
 
     Attributes:
-        lines: longest first.
+        lines: the rows, longest first.
         seconds: the whole step.
         computation: seconds of products, attention and elementwise work.
         exposed: seconds of communication, and of copies to and from the host, that nothing hides.
@@ -111,7 +110,7 @@ class Times:
 
     @property
     def copies(self) -> tuple[Line, ...]:
-        """Those to and from the host's memory."""
+        """The lines of copies to and from the host's memory."""
         return tuple(line for line in self.lines if line.kind == HOST_COPY)
 
     @property
@@ -121,7 +120,7 @@ class Times:
 
 
 def _exposed(lines: Iterable[tuple[K, Line]]) -> dict[K, float]:
-    """Seconds of lines that nothing hides, added up by a key, longest first."""
+    """The seconds of lines that nothing hides, added up by key, longest first."""
     sums: dict[K, float] = collections.defaultdict(float)
     for key, line in lines:
         sums[key] += line.seconds - line.hidden
@@ -144,8 +143,8 @@ def padded(dims: tuple[int, int, int], tile: int) -> float:
 def filled(inner: int, chip: Chip) -> float:
     """The share of a chip's rate for large products that one with a short contracted dimension reaches.
 
-    Each tile of the result loads its first operands before it computes, and writes its result after: about as long as
-    `chip.fill` more terms of the sum.
+    Each tile of the result loads its first operands before it computes, and writes its result afterwards: that takes
+    about as long as `chip.fill` more terms of the sum.
 
     >>> from trellis.hardware.chips import chips
     >>> filled(4096, chips()["h100"]) > 0.95, filled(512, chips()["h100"]) < 0.8
@@ -162,15 +161,15 @@ def waves(dims: tuple[int, int, int], count: float, chip: Chip) -> float:
     1.98
     """
     tiles = count * math.ceil(dims[0] / 128) * math.ceil(dims[2] / 128)
-    if chip.processors is None or tiles <= chip.processors:  # few tiles are cut along the contracted dimension
+    if chip.processors is None or tiles <= chip.processors:  # if few, they are cut along the contracted dimension
         return 1.0
     return math.ceil(tiles / chip.processors) * chip.processors / tiles
 
 
 def multiplies_only(dims: tuple[int, int, int]) -> bool:
-    """Whether a product is none to the matrix units: without a sum, or of one number for each of its batch.
+    """Whether a product is not one for the matrix units: it has no sum, or gives one number for each of its batch.
 
-    XLA makes multiplications, and sums, of these.
+    XLA turns these into multiplications and sums.
 
     >>> multiplies_only((65536, 1, 1)), multiplies_only((1, 65536, 1)), multiplies_only((64, 64, 1))
     (True, True, False)
@@ -190,7 +189,7 @@ def work_line(piece: Piece, chip: Chip) -> Line:
     if piece.kind == "attention":
         rate = chip.bf16_flops * (chip.whole_attention_efficiency if piece.whole else chip.attention_efficiency)
         matrix = piece.flops / rate
-        vector = 0.0  # the kernel's efficiency has it
+        vector = 0.0  # the kernel's efficiency includes it
     elif piece.flops and multiplies_only(piece.dims):
         vector += piece.flops / chip.vector_flops
     elif piece.flops:
@@ -259,7 +258,7 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
         work: what one device computes.
         ledger: what moves.
         links: what it moves over.
-        hides: what the compiler hides besides what it does as it comes: "gathers", "reductions".
+        hides: what the compiler hides besides what it hides by default: "gathers", "reductions".
     """
     chip = links.target.chip
     covers = {*chip.overlap, *hides}
@@ -267,12 +266,12 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
     computed = [line for line in work_lines if not line.moves]
     copies = [line for line in work_lines if line.moves]
     room: dict[str, float] = collections.defaultdict(float)
-    beside: dict[tuple[str, str], float] = collections.defaultdict(float)  # what is on a line of the program
+    beside: dict[tuple[str, str], float] = collections.defaultdict(float)  # by line of the program
     for line in computed:
         room[_pass(line)] += line.seconds
         if line.kind != "elementwise":
             beside[line.where, line.source] += line.seconds
-    free = room.copy()  # beside copies to and from the host: what moves between devices moves at once with them
+    free = room.copy()  # for copies to and from the host, which run at the same time as what moves between devices
     moves = collective_lines(ledger, links)
     lines = list(computed)
     for row, line in sorted(moves, key=lambda pair: (not pair[0].ring, -pair[1].seconds)):
@@ -283,7 +282,7 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
             beside[line.where, line.source] -= hidden
         elif (role == "weights" and "gathers" in covers) or (role == "gradients" and "reductions" in covers):
             hidden = min(line.seconds, room[where])
-        elif row.parts > 1 and chip.kind == "gpu":  # that of one part at a time has nothing left beside it
+        elif row.parts > 1 and chip.kind == "gpu":  # one part's exchange has nothing left beside it
             hidden = min(line.seconds * (1 - 1 / row.parts), room[where])
         room[where] -= hidden
         lines.append(dataclasses.replace(line, hidden=hidden))
@@ -305,13 +304,13 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
 
 
 def _pass(line: Line) -> str:
-    """Backward for what is computed again there, too."""
+    """The pass of a line: backward also for what is computed again there."""
     return "backward" if line.where == "recomputed" else line.where
 
 
 def collective_lines(ledger: Ledger, links: Links) -> list[tuple[Row, Line]]:
-    """The times of a ledger's collectives, nothing hidden. Steps of a ring that travel up and down are on their way at
-    once: together they take as long as the longer.
+    """The times of a ledger's collectives, if nothing were hidden. Steps of a ring that travel up and down run at once:
+    together they take as long as the longer.
     """
     moves = [(row, collective_line(row, links)) for row in ledger.rows]
     ways: dict[tuple, dict[bool, float]] = collections.defaultdict(lambda: {False: 0.0, True: 0.0})

@@ -1,4 +1,4 @@
-"""A compiled plan as a file: its figures, line by line, to hold later ones against."""
+"""A compiled plan as a file: its figures, line by line, for comparison with later ones."""
 
 import collections
 import dataclasses
@@ -24,9 +24,9 @@ class Amount:
     """A part of a figure.
 
     Attributes:
-        figure: "step" in seconds, "memory" or "sent" in bytes on one device.
-        what: that takes it.
-        source: `file.py:line (function)`, where that is known.
+        figure: "step" in seconds, or "memory" or "sent" in bytes on one device.
+        what: what takes it.
+        source: `file.py:line (function)`, if that is known.
         amount: how much.
     """
 
@@ -41,13 +41,13 @@ class SavedPlan:
     """What the compiler made of a run.
 
     Attributes:
-        name: of the run.
+        name: the run's name.
         target: the hardware.
-        versions: of JAX and of the compiler.
-        settings: the run's fields by their dotted names, the mesh and the compiler's options among them.
+        versions: the versions of JAX and of the compiler.
+        settings: the run's fields by their dotted names, including the mesh and the compiler's options.
         fits: whether the compiler found room.
-        figures: seconds of a step ("step", where the program has text), bytes that a device needs ("memory") and that
-            it sends in a step ("sent").
+        figures: seconds of a step ("step", if the program has text), bytes that a device needs ("memory") and that it
+            sends in a step ("sent").
         lines: what they consist of.
     """
 
@@ -74,7 +74,7 @@ class SavedPlan:
 
 
 def saved_plan(run: Run, plan: Plan, verdict: Verdict) -> SavedPlan:
-    """What is kept of a compiled plan."""
+    """The parts of a compiled plan that are kept."""
     compiled = verdict.compiled
     figures = {"memory": float(compiled.peak)}
     if verdict.seconds is not None and verdict.ledger is not None:
@@ -98,7 +98,7 @@ def read_plan(path: Path) -> SavedPlan:
     """A plan from its file.
 
     Raises:
-        UserError: there is none, or it is no saved plan of this version.
+        UserError: there is no file, or it is not a saved plan of this version.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -128,7 +128,7 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _memory(verdict: Verdict) -> list[Amount]:
-    """The largest buffers where the compiler lists them, and the rest; else its kinds."""
+    """The largest buffers and the rest, if the compiler lists them; else its kinds of memory."""
     compiled = verdict.compiled
     if compiled.largest:
         lines = [Amount("memory", a.what, a.source, a.num_bytes) for a in compiled.largest]
@@ -145,7 +145,7 @@ def _sent(verdict: Verdict) -> list[Amount]:
 
 
 def _step(plan: Plan, verdict: Verdict) -> list[Amount]:
-    """Computation as scheduled, or as predicted where the compiler estimates none; kernels; waits for collectives."""
+    """Computation as scheduled, or as predicted if the compiler estimates none; kernels; waits for collectives."""
     kinds = UNSCHEDULED if verdict.scheduled is not None else (*UNSCHEDULED, "product", "elementwise")
     lines = [Amount("step", x.label or x.kind, x.source, x.seconds) for x in plan.times.lines if x.kind in kinds]
     if verdict.scheduled is not None and (clock := plan.target.chip.clock):

@@ -1,9 +1,9 @@
-"""Looking for a better setting: meshes, layouts, kinds of context parallelism, schedules of stages, microbatches and
+"""Searches for a better setting: meshes, layouts, kinds of context parallelism, schedules of stages, microbatches and
 checkpoint policies.
 
-All variants are sketched in microseconds, the best few of each mesh are planned from types, and, where asked, the
-best of those are compiled. What comes out is the frontier of time against memory, the fastest that fits as options
-to paste, and what held the others back.
+All variants are sketched in microseconds, the best few of each mesh are planned from types, and, on request, the best
+of those are compiled. The result is the frontier of time against memory, the fastest that fits as options to paste, and
+what held the others back.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ from trellis.train.assemble import layout_of
 
 # How attention reaches keys of other slices, along a mesh axis of positions.
 CONTEXT_KINDS = ("ring", "gather", "exchange")
-# Positions of a slice below which the kernels' start and end cost more than a slice saves.
+# With fewer positions in a slice, the kernels' start and end cost more than slicing saves.
 SHORTEST_SLICE = 2048
-# Blocks of scores that a TPU's attention kernel has tables of. They are made one after another, in Python: more take
-# minutes.
+# The most blocks of scores for which a TPU's attention kernel has tables. They are made one after another in Python, so
+# more would take minutes.
 MOST_BLOCKS, BLOCK = 1 << 15, 512
 # Stages of a pipeline, and how often parameters are gathered.
 STAGES = (1, 2, 4, 8)
@@ -49,9 +49,9 @@ class Found:
 
     Attributes:
         target: the hardware.
-        sketched: how many variants there were.
-        candidates: those that were planned, fastest first.
-        frontier: of these, the ones that no other beats in both time and memory, fastest first.
+        sketched: the number of variants.
+        candidates: the variants that were planned, fastest first.
+        frontier: those of them that no other beats in both time and memory, fastest first.
         winner: the fastest that fits; None if none does.
     """
 
@@ -68,7 +68,7 @@ class Found:
 
 
 def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[tuple[Run, dict[str, str]]]:
-    """The run with other meshes, layouts, microbatches and checkpoint policies that divide, and what differs.
+    """The run with all other meshes, layouts, microbatches and checkpoint policies that divide, and what differs.
 
     Args:
         run: the run.
@@ -82,7 +82,7 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
 
 
 def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tuple[Run, dict[str, str]]]:
-    """Those with so many stages; several stages stand beside data, FSDP and tensor parallelism."""
+    """The variants with this many stages; several stages are combined with data, FSDP and tensor parallelism."""
     devices = target.num_devices // stages
     size = max(entry.size for entry in run.batch_sizes())
     heads, kv_heads = run.model.heads, run.model.kv_heads
@@ -99,7 +99,7 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
             ways = devices // model // context // expert
             if experts % expert or devices % (model * context * expert):
                 continue
-            if context > 1 and run.data.sequence_length % (2 * 128 * context):  # two pieces a device, as kernels take
+            if context > 1 and run.data.sequence_length % (2 * 128 * context):  # two pieces a device, as kernels need
                 continue
             if context > 1 and run.data.sequence_length < SHORTEST_SLICE * context:
                 continue
@@ -137,7 +137,7 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
 
 
 def _expert_sizes(most: int, target: Target) -> list[tuple[int, int]]:
-    """Slices of experts across hosts and inside one, together at most so many; on a torus none across.
+    """Slices of experts across hosts and inside one, together at most this many; on a torus none across.
 
     >>> from trellis.hardware.chips import target
     >>> _expert_sizes(16, target("4x4xH100"))
@@ -149,7 +149,7 @@ def _expert_sizes(most: int, target: Target) -> list[tuple[int, int]]:
 
 
 def _fewest_copies(ways: int, width: int) -> int:
-    """How many copies of a model there are at least where so many devices slice its width, each in equal parts.
+    """The fewest copies of a model with which this many devices slice its width, each copy into equal parts.
 
     >>> _fewest_copies(8, 512), _fewest_copies(6, 512), _fewest_copies(3, 512)
     (1, 3, 3)
@@ -158,7 +158,7 @@ def _fewest_copies(ways: int, width: int) -> int:
 
 
 def _policies(run: Run, stages: int) -> Iterable[tuple]:
-    """Policies with the names that are kept: the run's own too, whose model may have others; stages do not offload."""
+    """Policies with the names that they keep, and the run's own, whose model may have others; stages do not offload."""
     own = (run.remat.policy, run.remat.names)
     some = [*((policy, ()) for policy in POLICIES), *(("saved", names) for names in some_names(run))]
     return dict.fromkeys(some if stages > 1 and run.remat.policy == "offload" else (*some, own))
@@ -168,9 +168,9 @@ class _Schedule(NamedTuple):
     """How a batch is cut.
 
     Attributes:
-        parts: into how many parts.
-        microbatches: of a run without stages; 1 of one with stages.
-        accumulation: of gradients.
+        parts: the number of parts.
+        microbatches: those of a run without stages; 1 for one with stages.
+        accumulation: that of gradients.
         stages: fields of the layout.
     """
 
@@ -192,14 +192,14 @@ def _schedules(run: Run, stages: int) -> Iterator[_Schedule]:
 
 
 def worthwhile_groups(layers: int, stages: int, microbatches: int, *, even: bool = False) -> list[int]:
-    """Groups of layers a stage that take a hundredth less time than any fewer: ticks times the largest part's layers.
+    """Groups of layers a stage that save a hundredth over any fewer, in ticks times the largest part's layers.
 
     >>> worthwhile_groups(80, stages=4, microbatches=4), worthwhile_groups(78, stages=4, microbatches=16)
     ([1, 2, 3, 4, 5, 10, 20], [1, 2, 4, 10])
 
     Args:
-        layers, stages, microbatches: of the pipeline.
-        even: every part has as many layers.
+        layers, stages, microbatches: those of the pipeline.
+        even: whether every part must have the same number of layers.
     """
     found, least = [], math.inf
     for groups in range(1, layers // stages + 1):
@@ -210,7 +210,7 @@ def worthwhile_groups(layers: int, stages: int, microbatches: int, *, even: bool
 
 
 def _blocks(length: int, context: int, kind: str) -> int:
-    """Blocks of a device's scores where the sequence's keys meet its queries at once.
+    """Blocks of a device's scores if the sequence's keys meet its queries at once.
 
     >>> [_blocks(131_072, 4, kind) for kind in ("gather", "exchange")]
     [16384, 65536]
@@ -221,12 +221,12 @@ def _blocks(length: int, context: int, kind: str) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _sizes(mesh: MeshSizes) -> Mapping[str, int]:
-    """The sizes of a mesh by their axes: thousands of variants have a few meshes."""
+    """The sizes of a mesh by axis, cached: thousands of variants have a few meshes."""
     return dataclasses.asdict(mesh)
 
 
 def _options(before: Run, after: Run) -> dict[str, str]:
-    """What differs, by the dotted names of the command line."""
+    """The options in which two runs differ, by the dotted names of the command line."""
     found = {}
     was = _sizes(before.mesh)
     found |= {f"mesh.{axis}": str(size) for axis, size in _sizes(after.mesh).items() if was[axis] != size}
@@ -268,13 +268,13 @@ def search(
         target: the hardware.
         written: the run as the user wrote it, which the options to paste are relative to; `run` itself if None.
         most: variants that are planned from types, about half a second each.
-        compile_best: of the fastest that fit, how many the compiler is asked about.
-        progress: tell on stderr how far it is.
+        compile_best: how many of the fastest that fit the compiler is asked about.
+        progress: whether to report progress on stderr.
         price: dollars for one device and hour.
-        load: of a mixture of experts, rows that the fullest device gets, in those of an even load.
+        load: for a mixture of experts, the rows that the fullest device gets, relative to an even load.
 
     Raises:
-        UserError: no mesh divides the batch, or what it slices of the model.
+        UserError: no mesh divides the batch, or the axes of the model that it slices.
     """
     found, refusals = [], []
     refused = functools.cache(functools.partial(_refused, described_devices(target), run))
@@ -339,7 +339,7 @@ def _sketched(run: Run, options: dict[str, str], target: Target) -> Candidate:
 
 
 def _itself(run: Run, target: Target, written: Run) -> Candidate | None:
-    """The run's own setting, where it is none of the variants; None where its mesh is not the target's."""
+    """The run's own setting, if it is not one of the variants; None if its mesh does not fit the target."""
     try:
         sizes = run.mesh.resolve(target.num_devices)
     except UserError:
@@ -350,7 +350,7 @@ def _itself(run: Run, target: Target, written: Run) -> Candidate | None:
 
 
 def _same(one: Run, run: Run, target: Target) -> bool:
-    """Whether a variant is the run's own setting: it is always planned, to compare with."""
+    """Whether a variant is the run's own setting, which is always planned for comparison."""
     stages = lambda r: (r.layout.pipeline_microbatches, r.layout.pipeline_groups, r.accumulation)
     parts = lambda r: (r.layout.preset, r.parts, r.remat, *stages(r))
     try:
@@ -363,7 +363,7 @@ def _same(one: Run, run: Run, target: Target) -> bool:
 def best(able: list[Candidate]) -> Candidate | None:
     """The fastest that fits; of those within a hundredth of it, the one with the fewest kinds of parallelism.
 
-    Where the compiler was asked, only what it said counts.
+    If the compiler was asked, only its answers count.
     """
     fit = [c for c in able if c.fits]
     fit = [c for c in fit if c.verdict is not None] or fit
@@ -383,7 +383,7 @@ def _beats(one: Candidate, other: Candidate) -> bool:
 
 
 def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Candidate]:
-    """Asks the compiler about the fastest, until `count` fit by its count or twice as many were asked about."""
+    """Asks the compiler about the fastest, until `count` fit by its count or it was asked about twice as many."""
     from trellis.plan.compile import compile_run
     from trellis.plan.verdict import judge
 

@@ -17,20 +17,20 @@ from trellis.run.config import Run
 from trellis.train.assemble import model_types
 from trellis.train.flops import attention_width, keys_seen
 
-# Bytes kept for each token and layer, in units of the residual stream's width, by checkpoint policy: the block's
-# input; and what the named saves, the products, or everything add per width of mlp and of heads.
+# What is kept for each token and layer, by checkpoint policy: the block's input, in widths of the residual stream; and
+# what the named saves, the products, or everything add, in widths of mlp and of heads.
 _KEEP = {"full": (1, 0, 0), "saved": (2, 2, 2), "offload": (1, 0, 0), "dots": (3, 2, 2), "none": (8, 5, 4)}
-# Share of the forward pass that is computed again.
+# The share of the forward pass that is computed again.
 _AGAIN = {"full": 1.0, "offload": 1.0, "saved": 0.35, "dots": 0.15, "none": 0.0}
-# The same for `saved` with so many names only: attention's result; latents too, or both of the mlp's products; its
+# The same for `saved` with only this many names: attention's result; latents too, or both of the mlp's products; its
 # operands; and one of the mlp's products, or both.
 _SOME = {
     1: ((1, 0, 1), 0.9), 2: ((1, 0, 1), 0.85), 3: ((1, 2, 1), 0.5), 4: ((1, 0, 2), 0.75), 5: ((1, 1, 2), 0.55),
     6: ((1, 2, 2), 0.4),
 }  # fmt: skip
-# Of experts: what is kept of a choice, in widths of an expert and of its rows. `dots` keeps no product of a kernel.
+# For experts: what is kept of a choice, in widths of an expert and of its rows. `dots` keeps no product of a kernel.
 _EXPERTS = {"saved": (2, 1), "none": (5, 2)}
-# What rows in eight bits take of bfloat16, with a scale for each 32 numbers.
+# Rows in eight bits, with a scale for each 32 numbers, take this share of those in bfloat16.
 _NARROW = (1 + 1 / 32) / 2
 
 
@@ -39,8 +39,8 @@ class Sketch:
     """Rough figures of one variant.
 
     Attributes:
-        seconds: of a step.
-        peak: bytes of a device.
+        seconds: the seconds of a step.
+        peak: the bytes of a device.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ class Sketch:
 
 @functools.cache
 def weight_counts(config: FamilyConfig) -> tuple[float, float, float, float]:
-    """Weights in blocks outside experts, in all experts, in the tables of the vocabulary, and in one block."""
+    """Numbers of weights in blocks outside experts, in all experts, in the vocabulary's tables, and in one block."""
     model = model_types(config)
     found = [p for p in parameters(model) if p.role == Role.WEIGHT and not {"vocab", "routes"}.intersection(p.names)]
     size = lambda chosen: float(sum(p.size for p in chosen))
@@ -60,7 +60,7 @@ def weight_counts(config: FamilyConfig) -> tuple[float, float, float, float]:
 
 
 def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
-    """Rough time and memory of a run whose mesh has these sizes."""
+    """The rough time and memory of a run whose mesh has these sizes."""
     there = {axis: sizes[axis] for axis in outer_to_inner(sizes) if sizes[axis] > 1}
     links: Links = links_of(there or {"data": 1}, target)
     chip, m = target.chip, run.model
@@ -76,12 +76,12 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     parts = run.layout.pipeline_microbatches or run.parts
     ticks, units = parts * groups + stages - 1, parts * groups
     largest = Parts(max(stacked(m), stages * groups), stages, groups)
-    # What a step takes longer than its parts: where stages wait for others, and for those that have a layer more.
+    # How much longer a step takes than its parts, because stages wait for others, and for those with one layer more.
     idle = ticks / units * (largest.most * largest.count / largest.layers)
     once = run.accumulation == "pending"
     of_stage = (blocks + experts / expert) / stages  # weights of a stage's layers
     tokens = max(b.size for b in run.batch_sizes()) * run.data.sequence_length
-    local = tokens / (devices / model)  # of the batch and positions of one group
+    local = tokens / (devices / model)  # for the batch and positions of one group
     sequence = model if run.layout.preset in ("fsdp_tensor_sequence", "auto", "hybrid") else 1
     keep, again = _KEEP[run.remat.policy], _AGAIN[run.remat.policy]
     of_choice, of_rows = _EXPERTS.get(run.remat.policy, (0, 0))
@@ -90,15 +90,15 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
         keep, again = _SOME.get(len(named), (keep, again)) if named else (_KEEP["full"], _AGAIN["full"])
         of_choice, of_rows = len({"mlp_gate", "mlp_up"} & named), "mlp_rows" in named
     gathered = 2.0 * experts / expert / stages / model if EXPERT_WEIGHTS in run.remat.names else 0.0
-    gates_again = max(0, 2 - of_choice) / 3  # an expert's last product is made once
+    gates_again = max(0, 2 - of_choice) / 3  # an expert's last product is not made again
     length = run.data.sequence_length
     attention = 6.0 * attention_width(m) * keys_seen(m, length) * tokens
     flops = ((6 + 2 * again) * (blocks + tables / 2) + (6 + 2 * gates_again) * active) * tokens / devices
     narrow = max(1.0, 128 / (m.mlp / model))
-    # A kernel's backward pass makes scores again: once on GPUs, for queries and for keys on TPUs. Named results stay.
+    # A kernel's backward pass recomputes scores: once on GPUs, for queries and for keys on TPUs. Named results stay.
     kernel_again = 0.0 if run.remat.policy in ("none", "saved", "offload") else 1.0
     kernels = attention * ((1.5 if chip.kind == "tpu" else 7 / 6) + kernel_again / 3) / devices
-    ring = sizes.get("context", 1) > 1 and run.layout.context == "ring"  # most of whose tiles are seen whole
+    ring = sizes.get("context", 1) > 1 and run.layout.context == "ring"  # most of its tiles are seen whole
     kernels /= chip.bf16_flops * (chip.whole_attention_efficiency if ring else chip.attention_efficiency)
     kernels *= idle
     compute = flops / (chip.bf16_flops * chip.matmul_efficiency) * 1.15 * narrow * idle + kernels
@@ -126,10 +126,10 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
         elif run.layout.context == "exchange":
             moved = (2 + again) * (keys + queries) * (context - 1) / context
             activations += parts * m.layers * moved / links.bandwidth(["context"], "all-to-all")
-        else:  # what a ring moves stands beside its kernels
+        else:  # what a ring moves is beside its kernels
             moved = (4 + again) * keys * (context - 1)
             activations += max(0.0, parts * m.layers * moved / links.bandwidth(["context"], "permute") - kernels)
-    if expert > 1:  # tokens to their experts and back, each pass
+    if expert > 1:  # tokens go to their experts and back in each pass
         moved = (4 + 2 * again) * 2.0 * local / model * m.embed * m.layers
         routing = getattr(m, "routing", Routing())
         moved *= (1 + _NARROW) / 2 if routing.dispatch else 1.0
@@ -142,7 +142,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     seconds = compute + activations + weights - hidden
     state = 12.0 * (of_stage + tables) / (ways * model if sharded else model)
     base, per_mlp, per_head = keep
-    # Kernels for GPUs gather rows from tokens, or from those of the few devices that share experts.
+    # Kernels for GPUs gather rows from tokens, or from the tokens of the few devices that share experts.
     rows_of = min(per_token, expert) if chip.kind == "gpu" else per_token
     of_mlp = per_token * of_choice * m.mlp + rows_of * of_rows * m.embed if experts else per_mlp * m.mlp
     width = base * m.embed + (of_mlp + per_head * m.embed) / model

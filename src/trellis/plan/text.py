@@ -13,12 +13,12 @@ from trellis.plan.advice import advice
 from trellis.plan.quick import Plan
 from trellis.plan.roofline import collective_lines
 
-# Ticks of a chart that fits a line.
+# The most ticks for which a chart fits on a line.
 MOST_TICKS = 32
 
 
 def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
-    """The first lines: does it fit, how long, what it waits for; and how the recipe was fitted to the target."""
+    """The first lines: whether it fits, how long, what it waits for, and how the recipe was fitted to the target."""
     chip = plan.target.chip
     mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     room = chip.hbm_bytes - plan.memory.peak
@@ -81,7 +81,7 @@ def memory_table(plan: Plan, buffers: int = 8) -> str:
 
 
 def kept_table(plan: Plan, most: int = 12) -> str:
-    """What is kept between the passes, by the names that `save` gave, and which of it is largest."""
+    """What is kept between the passes, by the names that `save` gave, and the largest of it."""
     kept = plan.memory.kept_by_name()[:most]
     rows = [(numbers.size(b.num_bytes), b.kind, b.name, b.what) for b in kept]
     if not rows:
@@ -90,7 +90,7 @@ def kept_table(plan: Plan, most: int = 12) -> str:
 
 
 def time_table(plan: Plan, lines: int = 24, formulas: bool = False) -> str:
-    """What takes how long, longest first."""
+    """How long everything takes, longest first."""
     rows = []
     shown = plan.times.lines[:lines]
     for line in shown:
@@ -130,7 +130,7 @@ def time_table(plan: Plan, lines: int = 24, formulas: bool = False) -> str:
 
 
 def link_table(plan: Plan) -> str:
-    """Bytes over each mesh axis, and what they run on."""
+    """The bytes over each mesh axis, and the links that they use."""
     seconds: dict[str, float] = collections.defaultdict(float)
     for row, line in collective_lines(plan.ledger, plan.links):
         for axis, wire in plan.ledger.split(row):
@@ -151,9 +151,9 @@ def text(plan: Plan, *, formulas: bool = False, fitted: Sequence[str] = (), ways
 
     Args:
         plan: the plan.
-        formulas: add how each time comes about.
+        formulas: whether to add how each time is calculated.
         fitted: how the recipe was changed for the target.
-        ways: what makes it fit, where it does not.
+        ways: what would make it fit, if it does not.
     """
     parts = [headline(plan, fitted), memory_table(plan), link_table(plan), time_table(plan, formulas=formulas)]
     if plan.schedule is not None and plan.schedule.ends <= MOST_TICKS:

@@ -1,4 +1,4 @@
-"""What a compiled step says about the plan: memory, collectives and time by the compiler, beside the prediction."""
+"""The verdict of a compiled step on its plan: memory, collectives and time by the compiler, beside the prediction."""
 
 import collections
 import dataclasses
@@ -20,21 +20,21 @@ class Verdict:
     """The compiler's view of a planned step.
 
     Attributes:
-        compiled: what the compiler made.
-        ledger: the collectives of the compiled program at the load assumed; None if it did not fit.
-        comparison: the plan's ledger held against it, per mesh axis.
+        compiled: what the compiler made of the step.
+        ledger: the collectives of the compiled program at the assumed load; None if it did not fit.
+        comparison: the plan's ledger compared with it, per mesh axis.
         structure: the rows of that ledger matched with those collectives; None if it did not fit.
-        scheduled: seconds of everything but collectives and kernels by the compiler's own estimate; None where it
-            gives none (GPU).
-        kernels: seconds of what the compiler has no estimate of: kernels for attention and grouped products, as the
+        scheduled: seconds of everything but collectives and kernels by the compiler's own estimate; None if it gives
+            none (GPU).
+        kernels: seconds of what the compiler has no estimate for: kernels for attention and grouped products, as the
             plan has them, and gathers of rows, by their bytes.
-        exposed: seconds in which the device waits for collectives, at the plan's link rates, by the compiler's
+        exposed: seconds for which the device waits for collectives, at the plan's link rates, by the compiler's
             schedule.
         hidden: seconds of collectives beside computation.
         copies: seconds of copies to and from the host's memory that nothing hides, as the plan has them.
-        waits: of each row of `ledger` the seconds of it that are waited for.
+        waits: for each row of `ledger`, the seconds that the device waits for it.
         seconds: predicted time of a step from these.
-        mfu: from that.
+        mfu: the MFU by that time.
     """
 
     compiled: Compiled
@@ -54,8 +54,8 @@ class Verdict:
 def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     """Reads a compiled step.
 
-    The time is the scheduled computation (the plan's where the compiler estimates none), the kernels, and the
-    collectives, of which the part counts for which the schedule, replayed in its order, has nothing else to do.
+    The time is that of the scheduled computation (the plan's if the compiler estimates none), of the kernels, and of
+    the collectives as far as the schedule, replayed in its order, has nothing else to do meanwhile.
     """
     if not compiled.text:
         return Verdict(compiled, None, None, None, None, kernel_seconds(plan), 0.0, 0.0, 0.0, (), None, None)
@@ -72,7 +72,7 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     copies = sum(line.seconds - line.hidden for line in plan.times.copies)
     seconds = others + known.kernels + exposed + copies
     mfu = plan.model_flops / (seconds * plan.target.num_devices * plan.target.chip.bf16_flops)
-    # All that may run: loops whose number of turns the program does not say count by one.
+    # This matches all that may run: a loop whose number of turns is unknown counts as one turn.
     matched = structure_of(ledger_of(prepared.traced()), compiled.text, mesh)
     ledger = Ledger(tuple(row for _, row in known.found), dict(mesh.shape))
     return Verdict(
@@ -129,7 +129,7 @@ def verdict_text(plan: Plan, verdict: Verdict) -> str:
 
 
 def _largest(plan: Plan, verdict: Verdict, count: int = 10) -> str:
-    """The largest buffers of what does not fit: the compiler's, with the names of what is that large; else by name."""
+    """The largest buffers of what does not fit: the compiler's, with the names of values of that size; else by name."""
     named = [b for b in plan.memory.by_name() if b.kind != "gradients"]
     if not verdict.compiled.largest:
         rows = [(numbers.size(b.num_bytes), b.kind, b.name, b.what) for b in named[:count]]
@@ -144,7 +144,7 @@ def _largest(plan: Plan, verdict: Verdict, count: int = 10) -> str:
 
 
 def waited(row: Row, seconds: float) -> str:
-    """How a collective of a compiled step runs: what of it is waited for, as text."""
+    """How a collective of a compiled step runs: how long it is waited for, as text."""
     if "asynchronous" not in row.note:
         return f"alone, {numbers.seconds(seconds)}"
     return f"waits {numbers.seconds(seconds)}" if seconds else "hidden"

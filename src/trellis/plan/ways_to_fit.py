@@ -1,4 +1,4 @@
-"""When a step does not fit: by how much, what is largest by name, and which changes would make it fit, each planned."""
+"""When a step does not fit: by how much, what is largest by name, and which planned changes would make it fit."""
 
 import dataclasses
 import math
@@ -9,15 +9,15 @@ from trellis.figures import numbers
 from trellis.plan.quick import Plan
 from trellis.run.config import Run
 
-# From what keeps most to what keeps least for the backward pass.
+# From what keeps the most for the backward pass to what keeps the least.
 POLICIES = ("none", "dots", "saved", "full")
-# Of the policy `saved`, some of the names that every family of models marks.
+# For the policy `saved`: some of the names that every family of models marks.
 _OF_ALL = (
     ("query", "key", "value", "attention", "mlp_up"),
     ("query", "key", "value", "attention"),
     ("attention",),
 )
-# And of mixtures of experts, where what goes to experts takes as much room as what they make of it: all but that.
+# And for mixtures of experts, in which what goes to experts takes as much room as what they make of it: all but that.
 _OF_MIXTURES = (
     ("query", "key", "value", "attention", "mlp_gate", "mlp_up"),
     ("attention", "mlp_gate", "mlp_up"),
@@ -25,7 +25,7 @@ _OF_MIXTURES = (
 
 
 def some_names(run: Run) -> tuple[tuple[str, ...], ...]:
-    """Names of which a run's policy `saved` may keep those alone, from what keeps most."""
+    """Sets of names to which a run's policy `saved` may be restricted, starting with the one that keeps the most."""
     return (*_OF_MIXTURES, *_OF_ALL) if run.model.experts > 1 else _OF_ALL
 
 
@@ -34,9 +34,9 @@ class Way:
     """A change that makes a step fit.
 
     Attributes:
-        options: as the command line takes them.
+        options: the options, as the command line takes them.
         peak: bytes on one device with the change.
-        seconds: of a step, by the plan.
+        seconds: the seconds of a step, by the plan.
     """
 
     options: str
@@ -82,8 +82,8 @@ def ways_to_fit(run: Run, planned: Callable[[Run], Plan], most: int = 3, plan: P
     Args:
         run: a run whose plan does not fit.
         planned: plans a run on the same hardware.
-        most: how many are looked for.
-        plan: the run's own plan; with it, changes that cannot be enough are not planned.
+        most: how many changes to look for.
+        plan: the run's own plan; if given, changes that cannot be enough are not planned.
     """
     found: list[Way] = []
     for options, changed in changes(run):
@@ -101,7 +101,7 @@ def ways_to_fit(run: Run, planned: Callable[[Run], Plan], most: int = 3, plan: P
 
 
 def least(plan: Plan, run: Run, changed: Run) -> float:
-    """Bytes that a run needs on a device at least once it is changed: its state, and its share of everything else.
+    """The least bytes that a changed run needs on a device: its state, and its share of everything else.
 
     Microbatches keep parameters gathered and a float32 sum of gradients for the whole step.
     """
@@ -117,7 +117,7 @@ def least(plan: Plan, run: Run, changed: Run) -> float:
 
 
 def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
-    """What makes a step fit that does not, in sentences."""
+    """What would make a step fit, in sentences."""
     if ways:
         return [
             f"fits with {way.options}: {numbers.size(way.peak)}, {numbers.seconds(way.seconds)} a step" for way in ways
@@ -134,7 +134,7 @@ def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
 
 
 def excess_text(plan: Plan, ways: list[Way]) -> str:
-    """That a step does not fit, in four parts."""
+    """The message that a step does not fit, in four parts."""
     room = plan.target.chip.hbm_bytes
     largest = "; ".join(f"{b.name} ({b.kind}) {numbers.size(b.num_bytes)}" for b in plan.memory.by_name()[:3])
     if ways:

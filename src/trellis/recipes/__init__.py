@@ -1,4 +1,4 @@
-"""Runs that are ready to go. Each is a function; its docstring has the command."""
+"""Ready-made runs. Each is a function; its docstring has the command."""
 
 from trellis.models.deepseek_v3.recipes import (
     deepseek_v3,

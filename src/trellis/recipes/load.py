@@ -1,4 +1,4 @@
-"""From a recipe's name or a YAML file, and options, to a run."""
+"""Loads a run from a recipe's name or a YAML file, and options."""
 
 import dataclasses
 import importlib.util
@@ -19,7 +19,7 @@ from trellis.run.layouts import AXES
 from trellis.run.overrides import named_in, resolve
 from trellis.run.schema import fields_of
 
-# Every public function without arguments that one of these modules defines is a recipe. A family's own lie beside its
+# Every public function without arguments that one of these modules defines is a recipe. A family's own are beside its
 # model, in `recipes.py` or in the files of `recipes/`.
 _BESIDE_MODELS = [f"trellis.models.{family}.recipes" for family in sorted(FAMILIES)]
 
@@ -44,7 +44,7 @@ _TARGET = re.compile(r"trellis plan (\w+) --on (\S+)")
 
 
 def hardware_of(recipe: str) -> str | None:
-    """What a recipe's documentation plans it on; None where it does not.
+    """The hardware that a recipe's documentation plans it on; None if there is none.
 
     >>> hardware_of("llama_8b")
     '8xH100'
@@ -59,9 +59,9 @@ class Loaded:
 
     Attributes:
         run: the run.
-        given: names of the fields that the user set: dotted from the command line, outermost from a YAML file. What a
-            run has written into its folder, which is every field, nobody set.
-        notes: a sentence for what follows from them and was not asked for.
+        given: names of the fields that the user set: dotted from the command line, outermost from a YAML file. The
+            fields of a file that a run wrote to its folder, which are all of them, do not count.
+        notes: a sentence for each thing that follows from them without having been asked for.
     """
 
     run: Run
@@ -85,7 +85,7 @@ def load_run(target: str, options: Mapping[str, str] | None = None) -> Run:
 
 
 def load(target: str, options: Mapping[str, str]) -> Loaded:
-    """The same, with what is known of how it came about."""
+    """The same as `load_run`, with how the run came about."""
     if target in RECIPES:
         base, patch = RECIPES[target](), {}
     else:
@@ -113,19 +113,19 @@ def load(target: str, options: Mapping[str, str]) -> Loaded:
 
 
 def run_file(target: str) -> Path:
-    """The YAML file that a word names: itself, or the `run.yaml` of a run's folder."""
+    """The YAML file that a word names: the word itself, or the `run.yaml` of a run's folder."""
     inside = Path(target) / "run.yaml"
     return inside if inside.is_file() else Path(target)
 
 
 def _from_checkpoint(folder: Path) -> str:
-    """How to bring back the run.yaml of a run's folder; "" where no checkpoint has a copy of it."""
+    """How to recover the run.yaml of a run's folder; "" if no checkpoint has a copy of it."""
     copies = sorted(folder.glob("checkpoints/*/run.yaml"))
     return f"copy it from a checkpoint: cp {shlex.quote(str(copies[-1]))} {shlex.quote(str(folder))}" if copies else ""
 
 
 def _using(loaded: Loaded, named: set[str]) -> Loaded:
-    """A run whose layout uses the mesh axes that the user named, where the recipe's own leaves one without work."""
+    """The run with a layout that uses the mesh axes that the user named, if the recipe's leaves one without work."""
     run, sizes = loaded.run, dataclasses.asdict(loaded.run.mesh)
     used = run.layout.used()
     idle = [axis for axis in AXES if axis in named and sizes[axis] != 1 and axis not in used]
@@ -140,7 +140,7 @@ def read_yaml(path: Path) -> dict:
     """The fields in a YAML file.
 
     Raises:
-        UserError: the file is not there, or no YAML, or holds something else than fields.
+        UserError: the file is not there, or not YAML, or holds something other than fields.
     """
     import yaml
 

@@ -1,1 +1,1 @@
-"""What a run is: one frozen value, from a recipe, a YAML file and the command line."""
+"""The description of a run: one frozen value, from a recipe, a YAML file and the command line."""

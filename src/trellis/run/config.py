@@ -16,9 +16,9 @@ from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
 from trellis.run.lengths import Phase, SequenceLength, phases
 from trellis.run.schema import at_least
 
-# Names of files have 255 bytes at most on the usual file systems, of which a date takes a few.
+# On the usual file systems the name of a file has at most 255 bytes, of which a date takes a few.
 _LONGEST_NAME = 60
-# More devices than one process drives anywhere.
+# More devices than any one process drives.
 _MOST_DEVICES = 4096
 
 
@@ -27,7 +27,7 @@ class BatchSize:
     """The number of sequences in a step, from one step on."""
 
     step: int
-    """The first step with this size. Choose it where the loss has stopped to fall fast."""
+    """The first step with this size. Choose the one where the loss has stopped falling fast."""
     size: int
     """Sequences in a step. Raise it over the run: late steps gain more from large batches."""
 
@@ -42,11 +42,11 @@ class Remat:
 
     policy: Literal["none", "full", "saved", "offload", "dots"] = "none"
     """none recomputes nothing; full everything but a block's input; saved keeps what the model marks; offload moves
-    that to the host's memory; dots keeps the results of matrix products. Choose saved where a step does not fit the
-    memory, and full where that does not suffice."""
+    that to the host's memory; dots keeps the results of matrix products. Choose saved if a step does not fit in memory,
+    and full if saved is not enough."""
     names: tuple[str, ...] = ()
-    """With saved and offload: the marked names that this is for; all of them where empty. Name some of them where all
-    of them are too many to keep."""
+    """With saved and offload: the marked names to keep; empty means all of them. Name some if all are too many to
+    keep."""
 
     def __post_init__(self):
         if self.names and self.policy not in ("saved", "offload"):
@@ -60,14 +60,15 @@ class Remat:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRule:
-    """When a checkpoint is written and which are kept. The last step always writes one."""
+    """When checkpoints are written, and which are kept. The last step always writes one."""
 
     every: int | None = None
-    """Steps between checkpoints; null writes one at the end only. Set it to what may be lost when a machine fails."""
+    """Steps between checkpoints; null writes one at the end only. Set it to what you can afford to lose when a machine
+    fails."""
     keep_latest: int = 2
-    """The newest ones that are kept. Raise it to be able to go back further; lower it where the disk is small."""
+    """How many of the newest ones are kept. Raise it to be able to go back further; lower it if the disk is small."""
     keep_every: int | None = None
-    """Checkpoints of steps that this divides are kept too. Set it to compare states over the run later."""
+    """Checkpoints of multiples of this step are kept too. Set it to compare states of the run later."""
 
     def __post_init__(self):
         at_least(1, keep_latest=self.keep_latest, every=self.every, keep_every=self.keep_every)
@@ -78,11 +79,11 @@ class Evaluation:
     """When the validation loss is measured, and on how much. The last step always measures it."""
 
     every: int | None = None
-    """Steps between evaluations; null evaluates at the end only. Set it to see during the run whether validation still
-    improves."""
+    """Steps between evaluations; null evaluates at the end only. Set it to see during the run whether the validation
+    loss still improves."""
     batches: int | None = 16
-    """Validation batches; null takes all there are. Raise it where the validation loss is noisy; lower it where
-    evaluations take too long."""
+    """Validation batches; null takes all there are. Raise it if the validation loss is noisy; lower it if evaluations
+    take too long."""
     sample: bool = False
     """A text from the model at each evaluation, not only at the end. Set it to true to see how it learns to write."""
 
@@ -92,10 +93,10 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Logging:
-    """What is written about the run while it runs. metrics.jsonl always is."""
+    """What is written about the run while it runs. metrics.jsonl is always written."""
 
     every: int = 10
-    """Steps between lines of metrics. Lower it for a finer curve; raise it where steps are very short."""
+    """Steps between lines of metrics. Lower it for a finer curve; raise it if steps are very short."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl. Weights & Biases reads its own variables, such as WANDB_MODE=offline.
     Name those that your group looks at."""
@@ -109,15 +110,15 @@ class GuardRule:
     """When the state's copies on several devices are compared."""
 
     every: int | None = None
-    """Steps between comparisons, which also come before each checkpoint; null makes none. Set it, to 100 or so, for
-    long runs on many devices: memory and links do change bits."""
+    """Steps between comparisons, which are also made before each checkpoint; null makes none. Set it, to 100 or so, for
+    long runs on many devices: memory and links do flip bits."""
     replay: bool = True
-    """Where a part of the state has no copy, as in pure FSDP, make every second of these steps twice and compare their
-    results. It takes the time of a step and the memory of another state. Set it to false where there is no room for
+    """If a part of the state has no copy, as in pure FSDP, make every second of these steps twice and compare the
+    results. It takes the time of a step and the memory of another state. Set it to false if there is no room for
     that."""
     structure: bool = True
-    """End a run at its first step where the compiled program sums over wrong devices, or leaves copies that differ. Set
-    it to false to go on with a warning, once `trellis prove` has shown that the program's numbers are right."""
+    """End a run at its first step if the compiled program sums over the wrong devices, or leaves copies that differ.
+    Set it to false to continue with a warning, once `trellis prove` has shown that the program's numbers are right."""
 
     def __post_init__(self):
         at_least(1, every=self.every)
@@ -125,14 +126,14 @@ class GuardRule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineRule:
-    """How long a step may take before the run ends itself. What is late by much does not come, as a rule."""
+    """How long a step may take before the run ends itself. A step that is very late usually never ends."""
 
     factor: float | None = 20.0
-    """In medians of the steps so far; null sets no deadline. Lower it to hear of a hanging process sooner; raise it
-    where steps differ much."""
+    """The deadline, in medians of the steps so far; null sets none. Lower it to hear of a hanging process sooner; raise
+    it if steps differ much."""
     seconds: float = 600.0
-    """The least deadline. Lower it where steps are short and machines are expensive; raise it where data may be away
-    for longer."""
+    """The shortest deadline. Lower it if steps are short and machines are expensive; raise it if data may be
+    unavailable for longer."""
 
     def __post_init__(self):
         at_least(2, factor=self.factor)
@@ -146,7 +147,7 @@ class Profile:
     start: int
     """The first step that is traced. Choose one after the first few, which compile and warm up."""
     steps: int = 2
-    """How many steps are traced. Raise it where steps differ from each other."""
+    """How many steps are traced. Raise it if steps differ from each other."""
 
     def __post_init__(self):
         at_least(1, steps=self.steps)
@@ -158,60 +159,61 @@ class Distributed:
     """How several processes find each other. SLURM, Open MPI, Kubernetes and TPU pods are detected."""
 
     coordinator: str | None = None
-    """Address and port of process 0, as in 10.0.0.1:8476. With it, give the other two, unless they are detected. Set it
-    where the processes are started by hand."""
+    """Address and port of process 0, as in 10.0.0.1:8476. Give the other two with it, unless they are detected. Set it
+    if the processes are started by hand."""
     processes: int | None = None
     """Number of processes. Set it with the coordinator."""
     process: int | None = None
-    """Number of this process, from 0. Set it with the coordinator, in each process its own."""
+    """Number of this process, from 0. Set it with the coordinator, to its own number in each process."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Everything about a training run. Written to the run's folder as run.yaml, it alone reproduces the run."""
+    """Everything about a training run. It is written to the run's folder as run.yaml, which by itself reproduces the
+    run."""
 
     name: str
-    """Runs without --run-dir go to runs/NAME-DATE. Set it where several runs of a recipe are to be told apart."""
+    """Runs without --run-dir go to runs/NAME-DATE. Set it to tell several runs of a recipe apart."""
     model: ModelConfig
     """The family of the model and its sizes."""
     data: Data
     """Where tokens come from, and how they become sequences."""
     batch_size: int | tuple[BatchSize, ...]
     """Sequences in a step, over all devices; or a list of {step, size} for a size that grows. Raise it for steadier
-    steps and for more devices; lower it for more steps from the same tokens."""
+    steps or for more devices; lower it for more steps from the same tokens."""
     lengths: tuple[SequenceLength, ...] = ()
-    """Other lengths of sequences later in the run, as a list of {step, length}, from data.sequence_length on. Set it to
-    learn from short sequences first, which are cheaper, and from long ones at the end."""
+    """Other sequence lengths later in the run, as a list of {step, length}; the run starts with data.sequence_length.
+    Set it to learn from short sequences first, which are cheaper, and from long ones at the end."""
     steps: int
-    """Steps of the run. Raise it for a better model, as long as the text is not repeated many times."""
+    """Steps of the run. Raise it for a better model, as long as that does not repeat the text many times."""
     optimizer: Optimizer
     """The update rule."""
     schedule: Schedule
     """The learning rate over the run, relative to the optimizer's."""
     microbatches: int | None = None
-    """Parts that a device's share of a batch is cut into, one after the other, to save memory; null is one, and on a
-    CPU what was measured to be fastest, or parts of about 1,024 tokens in float32, 2,048 in bfloat16. Raise it where a
-    step does not fit the memory."""
+    """Parts that a device's share of a batch is cut into, to save memory; they are computed one after the other. null
+    is one, and on a CPU what was measured to be fastest, or parts of about 1,024 tokens in float32, 2,048 in bfloat16.
+    Raise it if a step does not fit in memory."""
     accumulation: Literal["pending", "sharded"] = "pending"
-    """Of a step in several parts, by microbatches or stages: pending gathers parameters and settles gradients once a
-    step, and holds both whole meanwhile; sharded does so once a part. Choose sharded where a step does not fit."""
+    """For steps in several parts (microbatches or stages): pending gathers parameters and settles gradients once a
+    step, and holds both whole meanwhile; sharded does so once a part. Choose sharded if a step does not fit."""
     clip_norm: float | None = 1.0
-    """Gradients with a larger norm, over all parameters, are scaled down to it; null clips nothing. Lower it where
-    single batches make the loss jump."""
+    """Gradients with a larger norm, over all parameters, are scaled down to it; null clips nothing. Lower it if single
+    batches make the loss jump."""
     weight_decay_exclude: tuple[str, ...] = ("norm", "bias")
-    """Parameters that are not decayed: those with one of these in their name or among their axes. vocab leaves out the
-    embeddings. Vectors never are decayed. Add vocab where embeddings are to keep their size."""
+    """Parameters with one of these in their name or among their axes are not decayed. vocab leaves out the embeddings.
+    Vectors are never decayed. Add vocab if embeddings are to keep their size."""
     z_loss: float = 0.0
-    """Weight of the squared log of the softmax's denominator in the loss. Set it to 1e-4 or so where logits grow over a
+    """Weight of the squared log of the softmax's denominator in the loss. Set it to 1e-4 or so if logits grow over a
     long run, above all in bfloat16."""
     ema: float | None = None
-    """Decay of an exponential moving average of the parameters, which evaluation and export then use. Set it, as to
-    0.999, for a better model without a decay of the learning rate."""
+    """Decay of an exponential moving average of the parameters, which evaluation and export then use. Set it, for
+    example to 0.999, for a better model without a decay of the learning rate."""
     skip_nonfinite: int = 0
-    """Steps in a row whose gradient is not finite that are skipped before the run stops. Raise it to let a long run
+    """How many steps in a row without a finite gradient are skipped before the run stops. Raise it to let a long run
     pass over single bad batches."""
     precision: Precision = Precision()
-    """In which types numbers are kept and computed."""
+    """The types in which numbers are kept and computed."""
     remat: Remat = Remat()
     """What is kept for the backward pass."""
     mesh: MeshSizes = MeshSizes()
@@ -229,18 +231,18 @@ class Run:
     deadline: DeadlineRule = DeadlineRule()
     """How long a step may take."""
     profile: Profile | None = None
-    """A trace of some steps; null takes none. Set it where steps are slower than planned."""
+    """A trace of some steps; null takes none. Set it if steps are slower than planned."""
     compiler_options: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
-    """Options of the compiler for the step, as in xla_tpu_scoped_vmem_limit_kib: '65536'. Those of other platforms than
+    """Options of the compiler for the step, as in xla_tpu_scoped_vmem_limit_kib: '65536'. Those of platforms other than
     the run's (xla_tpu_..., xla_gpu_..., xla_cpu_...) are left out. Set them to try what a compiler can do for a step;
-    the recipes of TPU slices have theirs."""
+    the recipes for TPU slices set their own."""
     cpu: Cpu = Cpu()
     """What is faster on one CPU and slower on another."""
     seed: int = 0
-    """Of the initial parameters and of dropout. Change it to see how much of a difference is chance."""
+    """The seed of the initial parameters and of dropout. Change it to see how much of a difference is chance."""
     devices: int | None = None
-    """On a CPU: devices of each process; null picks one a core where the batch can be divided so. Set it to rehearse a
-    larger mesh on a CPU, or to leave processors to others."""
+    """On a CPU: devices of each process; null picks one a core if the batch can be divided that way. Set it to rehearse
+    a larger mesh on a CPU, or to leave processors to others."""
     distributed: Distributed = Distributed()
     """How several processes find each other."""
 
@@ -264,14 +266,14 @@ class Run:
         self._check_sequence()
         self._check_profile()
         self._check_pipeline()
-        phases(self)  # each of them is a run, and what must hold of a run holds of it
+        phases(self)  # each of them is a run, and is checked like one
 
     def phases(self) -> tuple[Phase, ...]:
-        """The run as it is while sequences have one length, one after the other."""
+        """The phases of the run: the run as it is while sequences have one length."""
         return phases(self)
 
     def at(self, step: int) -> "Run":
-        """The run as it is in the step of this index: of one length."""
+        """The run as it is in the step of this index, with one length."""
         return [phase.run for phase in phases(self) if phase.start <= step][-1]
 
     def batch_sizes(self) -> tuple[BatchSize, ...]:
@@ -280,7 +282,7 @@ class Run:
 
     @property
     def parts(self) -> int:
-        """Microbatches of a batch where the device does not choose: one for null."""
+        """Microbatches of a batch if the device does not choose: one for null."""
         return self.microbatches or 1
 
     def _check_name(self) -> None:

@@ -15,8 +15,8 @@ class EmbeddedSource:
 
     kind: Literal["embedded"] = "embedded"
     vocab: int
-    """Tokens of the byte-level BPE that is trained on the text, once, and cached. Raise it with the model: larger ones
-    gain from fewer tokens a text."""
+    """Tokens of the byte-level BPE that is trained once on the text and cached. Raise it with the size of the model:
+    larger models gain from fewer tokens a text."""
 
     def __post_init__(self):
         check_bpe_size(self.vocab, "vocab")
@@ -28,9 +28,9 @@ class StoreSource:
 
     kind: Literal["store"] = "store"
     path: str
-    """The store: a folder, or s3:// and the like. Set it to what `trellis tokenize` wrote of your own text."""
+    """The store: a folder, or s3:// and the like. Set it to what `trellis tokenize` made of your own text."""
     validation: str | None = None
-    """The store that validation reads; null has none. Give one to see whether the model learns more than its text."""
+    """The store that validation reads; null means none. Give one to see whether the model learns more than its text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,9 @@ class PartWeight:
     """A source's share of a mixture, from one step on."""
 
     step: int
-    """The first step with this weight. Choose it where the mixture is to change."""
+    """The first step with this weight. Choose the one at which the mixture is to change."""
     weight: float
-    """The share, relative to the others' at the same step. Raise it for the texts that late steps are to see more
-    of."""
+    """The share, relative to the others' at the same step. Raise it for texts that late steps should see more of."""
 
     def __post_init__(self):
         at_least(0, step=self.step, weight=self.weight)
@@ -52,17 +51,17 @@ class MixturePart:
     """One source of a mixture."""
 
     name: str
-    """In metrics, its validation loss goes by this name. Choose one that you will know in metrics."""
+    """The name of its validation loss in metrics. Choose one that you will recognize there."""
     path: str
     """A token store. Set it to what `trellis tokenize` wrote."""
     weight: float | tuple[PartWeight, ...]
-    """Share of the tokens, relative to the other parts'; or a list of {step, weight}. Raise it for texts that are to
-    count more than their size."""
+    """Share of the tokens, relative to the other parts'; or a list of {step, weight}. Raise it for texts that should
+    count for more than their size."""
     epochs: float | None = None
-    """Passes over the source after which it is left out; null repeats it as long as the run lasts. Set it for small
+    """Passes over the source after which it is left out; null repeats it for as long as the run lasts. Set it for small
     sources that would be learned by heart."""
     validation: str | None = None
-    """The store that validation reads; null has none. Give one to see whether the model learns more than its text."""
+    """The store that validation reads; null means none. Give one to see whether the model learns more than its text."""
 
     def __post_init__(self):
         if isinstance(self.weight, int | float):
@@ -85,10 +84,10 @@ class MixtureSource:
 
     kind: Literal["mixture"] = "mixture"
     parts: tuple[MixturePart, ...]
-    """The sources, by name. Change it to train on other texts, or on other shares of them."""
+    """The sources, each with a name. Change them to train on other texts, or on other shares of them."""
     block: int = 2048
-    """Sequences over which the shares are exact. Raise it where shares are very small; lower it where a schedule
-    changes them often."""
+    """Sequences over which the shares are exact. Raise it if shares are very small; lower it if a schedule changes them
+    often."""
 
     def __post_init__(self):
         at_least(1, block=self.block)
@@ -118,22 +117,22 @@ class Data:
     source: EmbeddedSource | StoreSource | MixtureSource
     """The tokens. Change it to train on your own text."""
     sequence_length: int
-    """Tokens in a sequence. Raise it where documents are longer; attention's cost and memory grow with it."""
+    """Tokens in a sequence. Raise it if documents are longer; attention's cost and memory grow with it."""
     packing: Literal["concatenate", "pack", "pad"] = "concatenate"
     """concatenate cuts the stream of documents into sequences; pack puts whole documents together as they fit best; pad
-    gives each document a sequence of its own. Choose pack where documents must not be cut, and pad where each must
-    stand alone."""
+    gives each document a sequence of its own. Choose pack if documents must not be cut, and pad if each must stand
+    alone."""
     mask_documents: bool = True
-    """Whether attention stays inside a document. Set false to let attention read on across documents, which is a little
-    faster."""
+    """Whether attention stays inside a document. Set it to false to let attention read across documents, which is a
+    little faster."""
     tokenizer: str | None = None
-    """A tokenizer.json or a Hugging Face folder; null takes the one that the source was tokenized with. Set it where
-    the source holds none, or to check that it is the one you mean."""
+    """A tokenizer.json or a Hugging Face folder; null takes the one that the source was tokenized with. Set it if the
+    source holds none, or to check that it is the one you mean."""
     shuffle_block: int = 1
     """Sequences that stay together in the shuffle, so that object stores are read in whole chunks. Raise it for stores
-    behind a network."""
+    that are read over a network."""
     seed: int = 0
-    """Of the shuffle. Change it to see how much of a difference is the order of the data."""
+    """The seed of the shuffle. Change it to see how much of a difference is due to the order of the data."""
 
     def __post_init__(self):
         at_least(1, sequence_length=self.sequence_length, shuffle_block=self.shuffle_block)

@@ -1,4 +1,4 @@
-"""A run's folder: where it is, and that it holds one run."""
+"""A run's folder: where it is, and checks that it holds one run."""
 
 import contextlib
 import dataclasses
@@ -13,10 +13,10 @@ from trellis.run.config import Distributed, Run
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import plain
 
-# What the sizes of a mesh have to divide, and what stays when a run is resumed.
+# Fields that the sizes of a mesh have to divide, and that stay as they are when a run is resumed.
 _STAYS = ("batch_size", "data.sequence_length")
-# What may differ when a run is resumed: how long and where it trains, and what is written about it; not the model, its
-# data or its optimizer.
+# Fields that may differ when a run is resumed: how long and where it trains, and what is written about it; not the
+# model, its data or its optimizer.
 _MAY_CHANGE = (
     "name", "steps", "mesh", "layout", "devices", "distributed", "checkpoints", "evaluation", "logging", "guard",
     "deadline", "profile", "microbatches", "cpu", "remat", "skip_nonfinite",
@@ -24,7 +24,7 @@ _MAY_CHANGE = (
 
 
 def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
-    """`runs/NAME-DATE`, with a number after it where that is taken."""
+    """`runs/NAME-DATE`, followed by a number if that is taken."""
     base = parent / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, number = base, 1
     while folder.exists():
@@ -34,22 +34,24 @@ def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run has made a step or saved a state. One that was refused before leaves its file, to be corrected."""
+    """Whether a run has made a step or saved a state. One that was refused before that leaves its file, to be
+    corrected."""
     metrics = folder / "metrics.jsonl"
     return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / "checkpoints").glob("step-*"))
 
 
 def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
-    """Makes a folder the run's, or checks that it is already.
+    """Makes a folder the run's, or checks that it already is.
 
     Args:
-        folder: the run's folder; made where it is not there.
-        run: the run; `run.yaml` is written, anew where only things differ that may change when a run goes on.
+        folder: the run's folder; made if it does not exist.
+        run: the run; `run.yaml` is written, and written anew if the only differences are those that a resumed run may
+            have.
         done: the steps that the run has made: those of its last checkpoint.
         write: whether this process writes it, or only checks.
 
     Raises:
-        UserError: the folder holds another run, or is further than this one is to go.
+        UserError: the folder holds another run, or one that is further than this one is to go.
     """
     path = folder / "run.yaml"
     if path.exists() and has_begun(folder):
@@ -91,9 +93,10 @@ def _fields_apart(name: str, there: Any, asked: Any) -> list[tuple[str, Any, Any
 
 @contextlib.contextmanager
 def unchanged_if_refused(folder: Path) -> Generator[None]:
-    """Puts the `run.yaml` of a run that has begun back as it was where going on was refused before a step.
+    """Restores the `run.yaml` of a run that has begun if resuming it was refused before a step.
 
-    What must stay when a run goes on is no way to mend it: an error that names another value for it names the mesh.
+    A field that must stay as it is cannot be the fix: an error that suggests another value for one suggests another
+    mesh instead.
     """
     path, made = folder / "run.yaml", lambda: (has_begun(folder), _size(folder / "metrics.jsonl"))
     before = made()
@@ -115,7 +118,7 @@ def _size(path: Path) -> int:
 
 
 def _learned(run: Run) -> dict[str, Any]:
-    """The fields of a run that must stay when it is resumed; of lengths those that are set, without microbatches."""
+    """The fields of a run that must stay when it is resumed; for `lengths`, what is set, without microbatches."""
     found = {name: value for name, value in plain(run).items() if name not in _MAY_CHANGE}
     said = lambda entry: {k: v for k, v in entry.items() if v is not None and k not in _MAY_CHANGE}
     return found | {"lengths": [said(entry) for entry in found["lengths"]]}
@@ -157,7 +160,7 @@ def open_run(folder: Path) -> Run:
     """The run of a folder.
 
     Raises:
-        UserError: the folder is no run's.
+        UserError: the folder is not a run's.
     """
     path = folder / "run.yaml"
     if not path.is_file():

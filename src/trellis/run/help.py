@@ -15,11 +15,11 @@ class Entry:
     """A field that can be set by itself.
 
     Attributes:
-        name: dotted.
-        section: the field of the run that it is part of; "" for one of the run's own.
+        name: its dotted name.
+        section: the field of the run that it is part of; "" for the run's own fields.
         kind: what it takes, in words.
         now: its value, as text.
-        doc: what it is, and when to change it; of one that picks a kind, what the other kinds have.
+        doc: what it is, and when to change it; if it picks a kind, also the fields of the other kinds.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Entry:
 
 
 def entries(value: Any, options: Mapping[str, str]) -> list[Entry]:
-    """Every field of a configuration with options that can be set by itself, single ones first."""
+    """Every field that can be set by itself, of a configuration with options; those outside of sections come first."""
     found = []
     data = overridden(type(value), plain(value), options)
     for name, kind, now, doc in sorted(leaves(type(value), data), key=lambda leaf: "." in leaf[0]):
@@ -50,18 +50,18 @@ def entries(value: Any, options: Mapping[str, str]) -> list[Entry]:
 
 
 def help_text(value: Any, options: Mapping[str, str] | None = None, width: int = 110) -> str:
-    """Every option of a configuration, with the value that it has now.
+    """Every option of a configuration, with its current value.
 
     A field that takes one of several kinds lists the other kinds with their fields.
 
     Args:
         value: the configuration.
-        options: texts by dotted name that replace parts of it. Where they pick another kind, its fields are told, also
-            those that nothing has a value for yet.
-        width: of a line.
+        options: texts by dotted name that replace parts of it. If they pick another kind, the fields of that kind are
+            listed, also those that have no value yet.
+        width: the width of a line.
 
     Raises:
-        UserError: an option is not known, or its text is no value of its type.
+        UserError: an option is not known, or its text is not a value of its type.
     """
     lines, section = [], ""
     for entry in entries(value, options or {}):
@@ -82,7 +82,7 @@ def _type_at(kind: Any, path: str) -> Any:
 
 
 def text_of(now: Any) -> str:
-    """A field's plain value, as it is written on the command line; "required" where it has none."""
+    """A field's plain value, as it is written on the command line; "required" if it has none."""
     if now is REQUIRED:
         return "required"
     if isinstance(now, list):
@@ -93,7 +93,7 @@ def text_of(now: Any) -> str:
 
 
 def _each(kind: Any) -> list[str]:
-    """Of a list whose entries have fields, each of these."""
+    """The fields of a list's entries, if they have any."""
     listed = [args[0] for member in members(kind) if (args := typing.get_args(member)) and len(args) == 2]
     return [
         f"{name} <{show(field.type)}>: {field.doc}"

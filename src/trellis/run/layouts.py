@@ -12,12 +12,12 @@ from trellis.mesh import Layout, make_mesh
 from trellis.mesh.layout import with_slashes
 from trellis.mesh.platform import are_cpus
 
-# Names of activations that no parameter has.
+# Names that only activations have.
 _ACTIVATIONS = ("batch", "pos", "key_pos")
-# What a model may have fewer of than a mesh axis has devices: grouped queries share key and value heads.
+# A model may have fewer of these than a mesh axis has devices: grouped queries share key and value heads.
 _FEW = "kv_heads"
 _STACK = "layers"
-# What FSDP slices, and what it slices instead where there are enough of them.
+# What FSDP slices, and what it slices instead if there are enough of them.
 _WIDTH, _MANY = "embed", "experts"
 
 Preset = Literal[
@@ -33,12 +33,12 @@ _BATCH = f"replica/{_DATA}/{_EXPERT}/stage"
 _LAYERS = {"layers": "stage"}
 _TENSOR = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
 _EXPERTS = {"experts": _EXPERT}
-# What parameters have that lead from a latent to heads, instead of the stream's width.
+# Parameters that lead from a latent to heads have these names instead of the stream's width.
 _LATENTS = ("q_latent", "kv_latent")
 
-# Maps in use and at rest. Mesh axes that a mesh does not have, or has with size 1, drop out; of two names in one array
-# that want the same mesh axis, the earlier entry gets it. So `pos: .../model` at the end slices positions over
-# `model` exactly where heads or the feed-forward width are not there to be sliced: sequence parallelism.
+# Maps at rest and in use. Mesh axes that a mesh does not have, or has with size 1, drop out; if two names in one array
+# want the same mesh axis, the earlier entry gets it. So `pos: .../model` at the end slices positions over `model`
+# exactly where there are no heads and no feed-forward width to slice: sequence parallelism.
 _KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "data": ({}, {"batch": _BATCH}),
     "fsdp": ({**_EXPERTS, "embed": _DATA}, {**_EXPERTS, "batch": _BATCH}),
@@ -57,8 +57,9 @@ _KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 }
 for _params, _ in _KINDS.values():
     _params.update({name: _params["embed"] for name in _LATENTS if "embed" in _params})
-# Each of them with the layers over the stages of a pipeline, before the batch: what is left of its axes is the batch's,
-# and where there is no batch to slice, as for the microbatch of which all stages compute the loss, the vocabulary's.
+# Each of them also slices the layers over the stages of a pipeline, ahead of the batch. An array without layers leaves
+# these axes to the batch, and one without a batch to slice, as for the microbatch whose loss all stages compute, to the
+# vocabulary.
 PRESETS: dict[str, tuple[dict[str, str], dict[str, str]]] = {"single": ({}, {})} | {
     name: ({**_LAYERS, **params}, {**_LAYERS, **compute, "vocab": "model/stage" if "vocab" in compute else "stage"})
     for name, (params, compute) in _KINDS.items()
@@ -71,30 +72,30 @@ class MeshSizes:
     """Devices along each mesh axis. They multiply to the number of devices; one may be -1 and takes what is left."""
 
     replica: int = 1
-    """Whole copies of the model, across slow links: gradients meet once a step. Raise it across hosts or slices whose
-    links are slow."""
+    """Whole copies of the model, across slow links: gradients are summed over them once a step. Raise it across hosts
+    or slices with slow links."""
     stage: int = 1
-    """Stages of a pipeline: slices of the layers, and outside of them of the batch. Raise it where a model does not fit
+    """Stages of a pipeline: slices of the layers, and outside the layers of the batch. Raise it if a model does not fit
     otherwise and links are slow."""
     data: int = -1
     """Slices of the batch; with FSDP, of parameters too. Set it to divide devices between the batch and other axes."""
     data_y: int = 1
-    """More of the same along a second dimension of a TPU's torus. Set it on TPU slices, to the second side of the
-    slice."""
+    """More slices like those of data, along a second dimension of a TPU's torus. Set it on TPU slices, to the second
+    side of the slice."""
     data_z: int = 1
-    """More of the same along a third. Set it on TPU slices, to the third side of the slice."""
+    """More of them along a third dimension. Set it on TPU slices, to the third side of the slice."""
     expert: int = 1
     """Slices of a layer's experts, and of the batch. Raise it for mixtures of experts that do not fit one device."""
     expert_y: int = 1
-    """More of the same across slower links: a token crosses these once for all its experts behind them. Raise it where
-    mesh.expert alone would cross hosts."""
+    """More of the same across slower links: a token crosses them once for all its experts on the other side. Raise it
+    if mesh.expert alone would cross hosts."""
     context: int = 1
     """Slices of a sequence's positions. Raise it for sequences whose activations do not fit one device."""
     context_y: int = 1
-    """More of the same across slower links, or along a second dimension of a TPU's torus. Raise it where mesh.context
+    """More of the same across slower links, or along a second dimension of a TPU's torus. Raise it if mesh.context
     alone would cross hosts."""
     model: int = 1
-    """Slices of heads, feed-forward width and vocabulary: tensor parallelism. Raise it where FSDP's gathers take longer
+    """Slices of heads, feed-forward width and vocabulary: tensor parallelism. Raise it if FSDP's gathers take longer
     than its products: large models, small batches."""
 
     def __post_init__(self):
@@ -111,7 +112,7 @@ class MeshSizes:
             raise UserError("One mesh axis at most takes what is left.", seen=seen, where=free[-1], fix=fix)
 
     def resolve(self, num_devices: int) -> dict[str, int]:
-        """The size of every axis on so many devices.
+        """The size of every axis on this many devices.
 
         >>> MeshSizes(model=2).resolve(8)["data"]
         4
@@ -142,43 +143,43 @@ class LayoutChoice:
 
     preset: Preset = "auto"
     """A pair of maps. auto slices parameters over data (FSDP), widths over model (tensor and sequence), positions over
-    context; hybrid is the same with a replica on each host. On the two processors of a CPU auto is data, which is the
+    context; hybrid is the same with a replica on each host. On the two processors of a CPU auto is data, which is
     faster there; each keeps a copy of the state. Key and value heads that their mesh axis does not divide stay whole;
-    FSDP slices experts by number where that is a multiple of its devices, and by width otherwise. Choose another where
-    a plan says that it is faster; `trellis plan --search` tries them."""
+    FSDP slices experts by number if that is a multiple of its devices, and by width otherwise. Choose another if a plan
+    says that it is faster; `trellis plan --search` tries them."""
     params: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
     """Entries that replace the preset's for parameters at rest: the name of an axis, and mesh axes or nothing. Add
     entries to slice what the preset leaves whole."""
     compute: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
     """Entries that replace the preset's for everything in use. Add entries to slice what the preset leaves whole."""
     gather: Literal["joint", "per_axis"] = "joint"
-    """Whether a parameter sliced over several mesh axes is gathered over all at once or one after the other. Choose
-    per_axis for FSDP over two sides of a TPU's torus."""
+    """Whether a parameter sliced over several mesh axes is gathered over all of them at once or one after the other.
+    Choose per_axis for FSDP over two sides of a TPU's torus."""
     strict: bool = False
-    """Refuse operations that would gather a sliced axis on their own (sort, cumsum, top_k). Set true to find where an
-    operation gathers without being asked."""
+    """Refuse operations that would gather a sliced axis on their own (sort, cumsum, top_k). Set it to true to find
+    where an operation gathers without being asked."""
     mode: Literal["explicit", "auto"] = "explicit"
-    """Who places communication: the types, or the compiler. Choose auto to compare with what the compiler places by
+    """What places communication: the types, or the compiler. Choose auto to compare with what the compiler places by
     itself."""
     context: Kind = "ring"
     """How attention reaches keys of other slices along mesh.context: ring passes keys and values from device to device
     beside the kernels, gather gathers them, exchange swaps slices of positions for slices of heads and back. Choose
-    exchange where there are many more heads than devices, gather for short sequences."""
+    exchange if there are many more heads than devices, gather for short sequences."""
     context_y: Kind | None = None
-    """The same along mesh.context_y; as along mesh.context where it is not given. Rings come first, exchanges last. Set
-    it where the two axes have links of different speed."""
+    """The same along mesh.context_y; null takes that of mesh.context. Rings come first, exchanges last. Set it if the
+    two axes have links of different speed."""
     overlap: tuple[Literal["mlp", "heads"], ...] = ()
     """Products that hide their communication, in rings: mlp for those into and out of the feed-forward width, heads for
-    the queries', keys', values' and output projections. Needs positions sliced over the same mesh axis. Name both where
-    tensor parallelism waits for its links."""
+    the query, key, value and output projections. Positions must be sliced over the same mesh axis. Name both if tensor
+    parallelism waits for its links."""
 
     pipeline_microbatches: int | None = None
-    """With mesh.stage: parts of the batch that follow each other through the stages. None: the most that divide the
-    batch, at most 4 a stage. More of them leave stages idle for less of the time. Raise it where stages wait."""
+    """With mesh.stage: parts of the batch that follow each other through the stages. null takes the most that divide
+    the batch, at most 4 a stage. More of them leave stages idle for less of the time. Raise it if stages wait."""
     pipeline_groups: int = 1
-    """With mesh.stage: groups of layers of each stage. Each part of the batch goes around the stages as often, so that
-    stages idle for a share of the time that is as much smaller, and as much more moves between them. Raise it where
-    stages wait and the batch has no more parts."""
+    """With mesh.stage: groups of layers on each stage. Each part of the batch goes around the stages this many times,
+    which divides the share of the time that stages are idle by this number and multiplies what moves between them by
+    it. Raise it if stages wait and the batch has no more parts."""
 
     def __post_init__(self):
         for which in ("params", "compute"):
@@ -219,7 +220,7 @@ class LayoutChoice:
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """How attention reaches other slices' keys along each mesh axis of positions."""
+        """How attention reaches the keys of other slices, for each mesh axis of positions."""
         return {"context": self.context, "context_y": self.context_y or self.context}
 
     def _check_overlap(self) -> None:
@@ -250,11 +251,11 @@ class LayoutChoice:
                 )
 
     def used(self) -> set[str]:
-        """The mesh axes that slice something in use: devices along another repeat each other's work."""
+        """The mesh axes that slice something in use: devices along any other axis repeat each other's work."""
         return {axis for axes in self.maps()[1].values() for axis in axes}
 
     def maps(self) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-        """The preset's maps with this choice's entries in them: for parameters at rest, and in use.
+        """The preset's maps, for parameters at rest and for arrays in use, with this choice's entries in them.
 
         >>> LayoutChoice(preset="tensor", compute={"pos": "model"}).maps()[1]["pos"]
         ('model',)
@@ -274,12 +275,12 @@ def make_layout(
         mesh: devices along each mesh axis.
         choice: what is sliced over which.
         devices: real, simulated or only described.
-        axes: the lengths of the model's axes, by name. A preset leaves key and value heads whole that its mesh axes do
-            not divide, and slices experts by number where FSDP's mesh axes divide that. None: not known.
+        axes: the lengths of the model's axes, by name. A preset leaves key and value heads whole if its mesh axes do
+            not divide them, and slices experts by number if FSDP's mesh axes divide that. None: not known.
 
     Raises:
         UserError: the mesh does not fit the devices, the layout leaves one of its axes without work, it has an entry
-            for an axis that the model does not have, or the compiler is to place what it gets wrong.
+            for an axis that the model does not have, or the compiler would place what it gets wrong.
     """
     if axes is not None:
         check_names(choice, axes, _ACTIVATIONS)
@@ -332,18 +333,18 @@ def make_layout(
 
 
 def _with_width(params: Mapping[str, list[str]], experts: int, sizes: Mapping[str, int]) -> list[str]:
-    """Mesh axes of experts at rest: with those of the width, if these divide them, all of them.
+    """The mesh axes that slice experts at rest: those of the width as well, if all of them divide the experts.
 
-    Whole experts that follow each other are gathered as they lie. Slices of their widths are not: what is gathered
-    along the last axis of a weight is laid out anew before a kernel reads it, all of it, at each gather; and a width
-    over many devices fills no tiles. Over some of the axes alone the gather would use the links of these alone.
+    Whole experts that follow each other are gathered as they lie in memory. Slices of their widths are not: what is
+    gathered along the last axis of a weight is all laid out anew before a kernel reads it, at each gather, and a width
+    over many devices does not fill tiles. A gather over only some of the axes would use only their links.
     """
     over = [*params[_MANY], *params.get(_WIDTH, ())]
     return over if experts % math.prod(sizes[axis] for axis in over) == 0 else params[_MANY]
 
 
 def _check_few(compute: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> None:
-    """Refuses whole key heads beside sliced query heads and positions where the compiler places.
+    """Refuses whole key heads beside sliced query heads and positions if the compiler places communication.
 
     XLA's partitioner then gives gradients of keys and values that are wrong by as much as their size, with the right
     loss (JAX 0.10.2, eight CPU devices: Llama and Qwen3 with two key heads, data=2 and model=4).
@@ -361,7 +362,8 @@ def _check_few(compute: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -
 
 
 def _are_halves_of_a_cpu(devices: Sequence[Any]) -> bool:
-    """Two devices of one CPU that has so many processors; where it has not, they rehearse a larger machine."""
+    """Whether these are two devices of a CPU with two processors or more; with fewer, they rehearse a larger
+    machine."""
     here = len({d.process_index for d in devices}) == 1
     return here and len(devices) == 2 <= usable_cores() and are_cpus(devices)
 
@@ -372,10 +374,10 @@ def check_names(choice: LayoutChoice, names: Iterable[str], activations: Iterabl
     Args:
         choice: the layout.
         names: the names of all axes of the model's parameters.
-        activations: those that only activations have.
+        activations: the names that only activations have.
 
     Raises:
-        UserError: an entry's name is not among them, or no parameter's at rest.
+        UserError: an entry's name is not among them, or an entry at rest names an axis that no parameter has.
     """
     at_rest, in_use = {*names}, {*names, *activations}
     for which, known in (("params", at_rest), ("compute", in_use)):

@@ -1,4 +1,4 @@
-"""Sequences that become longer in the middle of a run: its phases, each of which is a run of one length."""
+"""Sequences that become longer in the middle of a run: its phases, each a run of one length."""
 
 import contextlib
 import dataclasses
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceLength:
-    """Sequences of another length, from one step on."""
+    """Another sequence length, from one step on."""
 
     step: int
-    """The first step with this length. Choose it where the loss on short sequences falls slowly."""
+    """The first step with this length. Choose the one where the loss on short sequences falls slowly."""
     length: int
     """Tokens in a sequence. Raise it over the run: early steps learn as much from short sequences, which cost less."""
     batch_size: int | None = None
-    """Sequences in a step; null keeps the tokens of a step, so that a sequence of twice the length comes in batches of
-    half the size. Set it where a step is to have more tokens than before, or fewer."""
+    """Sequences in a step; null keeps the tokens of a step, so that sequences of twice the length come in batches of
+    half the size. Set it to have more tokens in a step than before, or fewer."""
     microbatches: int | None = None
-    """Parts of a batch; null keeps the run's. Lower it where fewer sequences are to be cut into parts."""
+    """Parts of a batch; null keeps the run's. Lower it if there are fewer sequences to cut into parts."""
     rope_theta: float | None = None
     """The base of the rotary frequencies from here on; null keeps it. Raise it with the length."""
     rope_scaling: Scaling | None = None
-    """How rotary frequencies are changed from here on; null keeps it. Set it where the length is many times that of
-    the phase before."""
+    """How rotary frequencies are changed from here on; null keeps it. Set it if the length is many times that of the
+    phase before."""
 
     def __post_init__(self):
         at_least(1, step=self.step, length=self.length, batch_size=self.batch_size, microbatches=self.microbatches)
@@ -53,15 +53,15 @@ def phases(run: "Run") -> tuple[Phase, ...]:
     """The phases of a run; a run of one length is its only one.
 
     Raises:
-        UserError: lengths are not in the order of steps, or not those of rows that can be cut; or what must hold of a
-            run does not hold of a phase.
+        UserError: lengths are not in the order of steps, or rows cannot be cut into them; or a phase is not a valid
+            run.
     """
     return _several(run) if run.lengths else (Phase(0, run.steps, run),)
 
 
 @functools.lru_cache(maxsize=16)
 def _several(run: "Run") -> tuple[Phase, ...]:
-    """Asked for in every step."""
+    """The phases, kept because every step asks for them."""
     _check(run)
     found, starts = [], [0, *(entry.step for entry in run.lengths), run.steps]
     change: dict = {"length": run.data.sequence_length}
@@ -77,7 +77,7 @@ def _several(run: "Run") -> tuple[Phase, ...]:
 
 @contextlib.contextmanager
 def as_of_phase(start: int) -> Generator[None]:
-    """Within it, what is wrong with a phase is told as of its entry in `lengths`; the first phase has none."""
+    """Within it, errors about a phase name its entry in `lengths`; the first phase has none."""
     try:
         yield
     except UserError as error:
@@ -136,7 +136,7 @@ def _run_of(run: "Run", start: int, stop: int, entry: SequenceLength | None, cha
 
 
 def _sizes(run: "Run", start: int, stop: int, length: int) -> "int | tuple[BatchSize, ...]":
-    """The batch sizes of the run from `start` to `stop`, for sequences of a length: a step keeps its tokens."""
+    """The batch sizes of the run from `start` to `stop`, for sequences of this length: a step keeps its tokens."""
     found = []
     sizes = run.batch_sizes()
     for entry, following in zip(sizes, (*sizes[1:], None), strict=True):

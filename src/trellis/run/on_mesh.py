@@ -1,4 +1,4 @@
-"""What must hold of a run on its mesh, before anything is traced: what is sliced, and what the slices have to do."""
+"""Checks of a run on its mesh, before anything is traced: what is sliced, and what the slices have to do."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ def check_on_mesh(run: Run, layout: Layout, model: LanguageModel) -> None:
         model: the model, as types without a layout.
 
     Raises:
-        UserError: a batch, a sequence or a width does not divide; attention would not find its keys, or tokens their
-            experts; or the stages of a pipeline have nothing that they can do at the same time.
+        UserError: the mesh does not divide a batch, a sequence or a width; attention would not find its keys, or tokens
+            their experts; or the stages of a pipeline have nothing that they can do at the same time.
     """
     declared = [p for p in parameters(model) if is_named(p.leaf)]
     _check_batch(run, layout)
@@ -58,7 +58,7 @@ def _check_batch(run: Run, layout: Layout) -> None:
 
 
 def _check_parts(run: Run, layout: Layout, routing: Routing) -> None:
-    """Refuses batches of which a device's sequences do not go side by side in as many parts as are asked for."""
+    """Refuses batches if a device's sequences cannot be divided into the requested number of parts side by side."""
     if routing.interleave == 1:
         return
     (axes,) = layout.assign(("batch",))
@@ -70,7 +70,7 @@ def _check_parts(run: Run, layout: Layout, routing: Routing) -> None:
 
 
 def _check_dealt(layout: Layout, declared: Sequence[Parameter]) -> None:
-    """Refuses parameters in the order of positions where these are dealt out over devices."""
+    """Refuses parameters in the order of positions if positions are dealt out over devices."""
     for parameter in declared if dealt_axes(layout) else ():
         if POSITIONS in parameter.names:
             raise UserError(
@@ -84,7 +84,7 @@ def _check_dealt(layout: Layout, declared: Sequence[Parameter]) -> None:
 
 def _check_widths(layout: Layout, declared: Sequence[Parameter]) -> None:
     """Refuses mesh axes that do not divide what they slice of a parameter. A vocabulary is padded so that they do, and
-    stages have layers less than others."""
+    stages may have fewer layers than others."""
     for parameter in declared:
         for which in ("params", "compute"):
             slices = zip(parameter.leaf.shape.items(), layout.assign(parameter.names, which), strict=True)
@@ -108,7 +108,7 @@ def _check_divides(rule: str, field: str, size: int, parts: Mapping[str, int]) -
 
 
 def _check_attention(run: Run, layout: Layout) -> None:
-    """Refuses layouts whose devices would not have the keys that their queries need."""
+    """Refuses layouts under which devices would not have the keys that their queries need."""
     (_, pos, heads, head_dim), (_, _, kv_heads, key_dim) = layout.assign(QUERY), layout.assign(KEY)
     if head_dim or key_dim:
         raise UserError(
@@ -154,7 +154,7 @@ def _check_attention(run: Run, layout: Layout) -> None:
     if kv_heads != heads and (kv_heads != heads[: len(kv_heads)] or not whole):
         entry = f"use --layout.compute.kv_heads {'/'.join(heads) or repr('')}"
         entry += "" if whole or not heads else f", with --model.kv_heads {ways(heads)}"
-        if whole and run.model.kv_heads % ways(heads):  # where nothing is said they are whole as far as they must
+        if whole and run.model.kv_heads % ways(heads):  # without an entry they are as whole as they must be
             entry = "leave layout.compute.kv_heads out"
         raise UserError(
             "Key heads are sliced as query heads are, or less, where each device's query heads read whole key heads.",
@@ -207,7 +207,7 @@ def _check_stages(run: Run, layout: Layout) -> None:
 
 
 def _check_permutes(layout: Layout, declared: Sequence[Parameter]) -> None:
-    """A permute is one of all devices, and no stage may be without it."""
+    """Refuses permutes that some stage would not take part in: a permute is one of all devices."""
     kinds, (_, pos, _, _) = dict(layout.context), layout.assign(QUERY)
     rings = [f"layout.{axis}" for axis in pos if kinds.get(axis) == "ring"]
     permutes = [*rings, *(["layout.overlap"] if layout.overlap else [])]

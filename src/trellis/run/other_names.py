@@ -1,6 +1,6 @@
-"""What other trainers call the fields of a run, for the message to who writes it so here."""
+"""What other trainers call the fields of a run, for the message to a user who writes one of those names."""
 
-# A field, or an option of the command, and the words for it elsewhere, which name no field of a run.
+# A field, or an option of the command, and the words for it elsewhere, none of which is a field of a run.
 _WORDS = {
     "run-dir": "out out_dir output output_dir output_folder save save_dir run_dir log_dir logdir workdir work_dir "
     "checkpoint_dir ckpt_dir default_root_dir results_dir",
@@ -41,7 +41,7 @@ OTHER_NAMES = {word: ours for ours, words in _WORDS.items() for word in words.sp
 
 
 def ours(option: str) -> str | None:
-    """What a run's command calls what another trainer calls so.
+    """The name that a run's command has for another trainer's option.
 
     >>> ours("lr"), ours("optimizer.lr"), ours("output_dir"), ours("steps")
     ('optimizer.learning_rate', 'optimizer.learning_rate', 'run-dir', None)

@@ -24,7 +24,7 @@ def resolve(
         options: texts by dotted name, as a command line holds them. They replace parts of both.
 
     Raises:
-        UserError: something does not fit the types or is not known; the message has a suggestion.
+        UserError: something does not fit the types or is not known; the message makes a suggestion.
     """
     options = dict(options or {})
     data = overridden(kind, merge(kind, plain(base) if base is not None else {}, patch or {}), options)
@@ -37,10 +37,10 @@ def resolve(
 
 
 def overridden(kind: type, data: Any, options: Mapping) -> Any:
-    """Plain data of the dataclass `kind` with the parts that options name; it may lack what has no default.
+    """Plain data of the dataclass `kind` with the parts that options name replaced; it may lack what has no default.
 
     Raises:
-        UserError: an option is not known, or its text is no value of its type.
+        UserError: an option is not known, or its text is not a value of its type.
     """
     tags_first = sorted(options, key=lambda name: (not _chooses(kind, data, name.split(".")), name.count(".")))
     for name in tags_first:
@@ -51,8 +51,8 @@ def overridden(kind: type, data: Any, options: Mapping) -> Any:
 def merge(kind: Any, base: Any, patch: Any) -> Any:
     """Plain data with parts replaced.
 
-    Where the tag changes, what the new variant has no default for is kept, as a learning rate; the rest is the new
-    variant's own, down to what a field of it has inside.
+    If the tag changes, fields for which the new variant has no default keep their values, such as a learning rate;
+    everything else is the new variant's own, including what its fields have inside.
     """
     tagged = variants(kind)
     if isinstance(patch, str) and patch in tagged:  # `schedule: cosine` is short for `schedule: {kind: cosine}`
@@ -71,13 +71,13 @@ def merge(kind: Any, base: Any, patch: Any) -> Any:
 
 
 def _default(field: Field) -> Any:
-    """A field's default as plain data, None where it has none."""
+    """A field's default as plain data, None if it has none."""
     return None if field.default is REQUIRED else plain(field.default)
 
 
 def named_in(kind: type, options: Mapping[str, str]) -> Iterator[str]:
-    """The dotted names that options set: their own, and those of the parts that `{...}` in their text gives another
-    value than the field has of itself.
+    """The dotted names that options set: their own, and those of the parts to which `{...}` in their text gives a value
+    other than the field's default.
 
     >>> from trellis.run.config import Run
     >>> list(named_in(Run, {"layout": "{context: exchange, gather: joint, compute: {pos: data}}", "steps": "3"}))
@@ -99,7 +99,7 @@ def named_in(kind: type, options: Mapping[str, str]) -> Iterator[str]:
 def leaves(kind: Any, data: Any, path: str = "") -> Iterator[tuple[str, Any, Any, str]]:
     """Dotted name, type, value and doc of every field that can be set by itself, as the data stands.
 
-    What the data does not have is its default, or `REQUIRED`.
+    A value that the data does not have is the field's default, or `REQUIRED`.
     """
     cls = variant_in(kind, data)
     for name, field in fields_of(cls).items() if cls else ():
@@ -112,7 +112,7 @@ def leaves(kind: Any, data: Any, path: str = "") -> Iterator[tuple[str, Any, Any
 
 
 def _chooses(kind: Any, data: Any, names: list[str]) -> bool:
-    """Whether an option picks the variant of a union: those go first, since other options depend on them."""
+    """Whether an option picks the variant of a union. Such options go first, since others depend on them."""
     if not names:
         return bool(variants(kind))
     if variants(kind) and names == [tag_field(variants(kind))]:
@@ -130,7 +130,7 @@ def _put(kind: Any, data: Any, names: list[str], text: str, option: str, root: A
     head, *rest = names
     if tagged := variants(kind):
         if [head] == names and head == tag_field(tagged):
-            if text not in tagged:  # said here: what other options mean depends on it
+            if text not in tagged:  # refused here: other options depend on it
                 build(kind, {head: text}, option.rpartition(".")[0], origin=lambda _: f"--{option}")
             return merge(kind, data, {head: text})
     if cls := variant_in(kind, data if isinstance(data, Mapping) else {}):
@@ -168,7 +168,8 @@ def _unknown(option: str, head: str, cls: type, tagged: Mapping[str, type], root
 
 
 def every_field(kind: Any, path: str = "") -> Iterator[tuple[str, Field]]:
-    """Dotted name and field of all there is to set, in every variant; fields of several variants come several times."""
+    """Dotted name and field of everything that can be set, in every variant; a field of several variants comes as
+    often."""
     for member in members(kind):
         if isinstance(member, type) and hasattr(member, "__dataclass_fields__"):
             for name, field in fields_of(member).items():
@@ -178,7 +179,7 @@ def every_field(kind: Any, path: str = "") -> Iterator[tuple[str, Field]]:
 
 
 def choices(kind: Any) -> tuple[str, ...]:
-    """The words that a field of a type takes, where they can be listed.
+    """The words that a field of this type takes, if they can be listed.
 
     >>> choices(Literal["none", "full"] | None), choices(bool), choices(int)
     (('none', 'full', 'null'), ('true', 'false'), ())

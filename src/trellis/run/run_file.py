@@ -1,4 +1,4 @@
-"""run.yaml: a resolved run on disk, exactly."""
+"""run.yaml: the exact resolved run on disk."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def read_run(path: Path) -> Run:
     """The run in a file that `write_run` wrote.
 
     Raises:
-        UserError: it is no YAML, or does not fit, for instance because another version wrote it.
+        UserError: it is not YAML, or does not fit, for instance because another version wrote it.
     """
     import yaml
 

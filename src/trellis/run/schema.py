@@ -1,6 +1,6 @@
 """Configurations as plain data and back: frozen dataclasses, unions told apart by a tag, mappings, tuples, literals.
 
-The dataclasses of a union are told apart by the field that each of them has with a literal of one value, as in
+The dataclasses of a union are told apart by a field whose type in each of them is a literal of one value, as in
 `kind: Literal["adamw"] = "adamw"`. The same walk over the types reads YAML, command lines and help texts.
 """
 
@@ -22,7 +22,7 @@ REQUIRED = dataclasses.MISSING
 
 
 class Field(NamedTuple):
-    """One field of a configuration: `default` is REQUIRED where there is none."""
+    """One field of a configuration; `default` is REQUIRED if there is none."""
 
     name: str
     type: Any
@@ -44,14 +44,14 @@ def fields_of(cls: Any) -> dict[str, Field]:
 
 
 def _said(hint: Any) -> str:
-    """What a type says that it is: `Annotated[int, "Tokens in the vocabulary."]`, shared by several dataclasses."""
+    """The doc in a type, as in `Annotated[int, "Tokens in the vocabulary."]`, which several dataclasses can share."""
     return next((said for said in getattr(hint, "__metadata__", ()) if isinstance(said, str)), "")
 
 
 def _docs(cls: type) -> dict[str, str]:
     try:
         (written,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    except (OSError, TypeError, SyntaxError):  # defined where there is no source: a REPL, a frozen application
+    except (OSError, TypeError, SyntaxError):  # there is no source, as in a REPL or a frozen application
         return {}
     docs, body = {}, written.body if isinstance(written, ast.ClassDef) else []
     for field, text in zip(body, body[1:], strict=False):
@@ -62,13 +62,13 @@ def _docs(cls: type) -> dict[str, str]:
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    """The members of a union; a type that is none is its own only member."""
+    """The members of a union; any other type is its own only member."""
     return typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 @functools.cache
 def tag_of(cls: Any) -> tuple[str, str] | None:
-    """The field that tells a variant of a union, and its one value."""
+    """The field that tells a variant of a union from the others, and its one value."""
     if dataclasses.is_dataclass(cls) and isinstance(cls, type):
         for name, field in fields_of(cls).items():
             if typing.get_origin(field.type) is Literal and len(values := typing.get_args(field.type)) == 1:
@@ -77,7 +77,7 @@ def tag_of(cls: Any) -> tuple[str, str] | None:
 
 
 def tag_field(tagged: Mapping[str, type]) -> str:
-    """The field by which tagged dataclasses say which they are."""
+    """The name of the field that tells tagged dataclasses apart."""
     return next(tag[0] for cls in tagged.values() if (tag := tag_of(cls)))
 
 
@@ -89,7 +89,7 @@ def variants(kind: Any) -> Mapping[str, type]:
 
 
 def variant_in(kind: Any, data: Any) -> type | None:
-    """The dataclass that plain data is for, where the type has one and the data says which."""
+    """The dataclass that plain data is for, if the type has one and the data says which."""
     classes = [m for m in members(kind) if dataclasses.is_dataclass(m) and isinstance(m, type)]
     if len(classes) == 1:
         return classes[0]
@@ -121,7 +121,7 @@ def show(kind: Any) -> str:
 
 
 def _written(kind: Any) -> str:
-    """A type as a user writes it: of entries with fields those that have no default."""
+    """A type as a user writes it: for entries with fields, only those without a default."""
     if dataclasses.is_dataclass(kind):
         needed = {name: field for name, field in fields_of(kind).items() if field.default is REQUIRED}
         return "{" + ", ".join(f"{name}: {_written(field.type)}" for name, field in needed.items()) + "}"
@@ -159,7 +159,7 @@ def build(kind: Any, data: Any, path: str = "", origin: Callable[[str], str] = l
         origin: says where the value at a dotted path came from.
 
     Raises:
-        UserError: an unknown or missing key, a value of another type, or a constraint of the dataclass that does not
+        UserError: a key is unknown or missing, a value has another type, or a constraint of the dataclass does not
             hold.
     """
     if len(members(kind)) > 1:
@@ -178,7 +178,7 @@ def build(kind: Any, data: Any, path: str = "", origin: Callable[[str], str] = l
     if kind in (None, type(None)) and data is None:
         return None
     if kind is float and isinstance(data, int | str) and not isinstance(data, bool):
-        try:  # YAML 1.1 reads 3e-4, without a point, as text
+        try:  # YAML 1.1 reads 3e-4, which has no point, as text
             data = float(data)
         except ValueError:
             pass
@@ -189,7 +189,8 @@ def build(kind: Any, data: Any, path: str = "", origin: Callable[[str], str] = l
     raise _wrong(kind, data, path, origin)
 
 
-# Devices count in 32 bits and compute in float32: what is larger, or so small that it would be 0 there, is a mistake.
+# Devices count in 32 bits and compute in float32: a number that is too large for that, or so small that it would become
+# 0, is a mistake.
 _MOST_WHOLE = 2**31 - 1
 _LEAST_NUMBER, _MOST_NUMBER = 1.2e-38, 3.4e38
 
@@ -241,12 +242,12 @@ def _build_union(kind: Any, data: Any, path: str, origin: Callable[[str], str]) 
             return build(member, data, path, origin)
         except UserError:
             if len(fitting) == 1 and _shape(member) is not str:
-                raise  # it is the only list, or map, that the union knows: what is wrong is inside
+                raise  # it is the union's only list, or map: what is wrong is inside
     raise _wrong(kind, data, path, origin)
 
 
 def _shape(kind: Any) -> type:
-    """Dictionary, list or scalar: what kind of YAML a type is written in."""
+    """The kind of YAML that a type is written in: dictionary, list or scalar."""
     base = typing.get_origin(kind) or kind
     if dataclasses.is_dataclass(base) or (isinstance(base, type) and issubclass(base, Mapping)):
         return dict
@@ -279,13 +280,13 @@ def _build_dataclass(cls: type, data: Any, path: str, origin: Callable[[str], st
     values = {name: build(fields[name].type, item, _join(path, name), origin) for name, item in data.items()}
     try:
         return cls(**values)
-    except UserError as error:  # a constraint, declared in the dataclass, which does not know its own path
+    except UserError as error:  # a constraint of the dataclass, which does not know its own path
         where = origin(error.where if error.where.startswith(f"{path}.") else _join(path, error.where))
         raise UserError(error.rule, seen=error.seen, where=where, fix=error.fix) from None
 
 
 def at_least(bound: int, **values: float | None) -> None:
-    """Refuses values of fields, by their names, that are below a bound. None is no value."""
+    """Refuses fields, given by name, whose values are below a bound. None is not a value."""
     for name, value in values.items():
         if value is not None and value < bound:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Numbers that share a scale, of products in mxfp8 and nvfp4: which layouts would cut them."""
+"""Tiles of numbers that share a scale, in mxfp8 and nvfp4 products: which layouts would cut them."""
 
 import math
 from collections.abc import Iterator
@@ -14,18 +14,18 @@ from trellis.notation.state import mode_of
 from trellis.run.config import Run
 from trellis.run.on_mesh import sizes_of
 
-# Of several names that a product sums, or keeps, tiles lie along the last, which these never are.
+# Tiles lie along the last of the names that a product sums, or keeps. These are never the last.
 _NEVER = ("heads", "kv_heads")
 
 
 def check_tiles(run: Run, layout: Layout, model: LanguageModel, *, at_rest: bool) -> None:
-    """Refuses layouts by which a device would have a part of a tile.
+    """Refuses layouts under which a device would have only part of a tile.
 
     Args:
         run: the run, of one length.
         layout: its layout.
         model: the model, as types, with the vocabulary as the layout has it padded.
-        at_rest: whether weights are rounded as they rest, and then gathered; otherwise as they are used.
+        at_rest: whether weights are rounded as they rest, and then gathered; if not, they are rounded as they are used.
 
     Raises:
         UserError: slices cut a tile.
@@ -50,15 +50,15 @@ def check_tiles(run: Run, layout: Layout, model: LanguageModel, *, at_rest: bool
 
 
 def _slices(run: Run, layout: Layout, p: Parameter, at_rest: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Names of a weight, and of the activations that it meets, and the mesh axes that slice them where they are
+    """Names of a weight, and of the activations that it meets, each with the mesh axes that slice it when it is
     rounded."""
     is_head, (stages,) = "vocab" in p.names, layout.even().assign(("layers",))
     rest = [tuple(a for a in axes if a not in stages) for axes in layout.assign(p.names, "params")]
     used = list(layout.assign(p.names))
-    if is_head and stages:  # they take what they have of it into the loss
+    if is_head and stages:  # each takes its slice of it into the loss
         taken = sum(used, ())
         used = [(*mine, *(a for a in more if a not in taken)) for mine, more in zip(used, rest, strict=True)]
-    tied = is_head and run.model.tie_embeddings  # moved once for both of its uses
+    tied = is_head and run.model.tie_embeddings  # moved once for both uses
     yield from list(zip(p.names, rest if at_rest and not tied else used, strict=True))[p.counting :]
     for name in p.names[p.counting :]:
         _, *both = zip(("batch", "pos", name), layout.assign(("batch", "pos", name)), strict=True)

@@ -1,6 +1,6 @@
-"""What a user gave and nothing in the run heeds: it is refused, where the same in a recipe is left.
+"""Options that a user gave and that have no effect in the run. They are refused; the same in a recipe is accepted.
 
-A recipe is for many meshes, and says what holds on each of them. Who writes an option means this run.
+A recipe is for many meshes, and says what holds on each of them. A user who writes an option means this run.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -21,7 +21,7 @@ def check_given(run: Run, given: Collection[str]) -> None:
         given: names of the fields that the user set, dotted.
 
     Raises:
-        UserError: nothing in the run heeds one of them.
+        UserError: one of them has no effect.
     """
     for name, error in _unheeded(run):
         if name in given:
@@ -29,7 +29,7 @@ def check_given(run: Run, given: Collection[str]) -> None:
 
 
 def _unheeded(run: Run) -> Iterator[tuple[str, UserError]]:
-    """Fields that have no effect in a run, and what to say to who gives them a value."""
+    """Fields that have no effect in a run, each with the error for a user who sets it."""
     at_rest, in_use = (_over_several(run, entries) for entries in run.layout.maps())
     yield from _of_layout(run, at_rest, in_use)
     if isinstance(routing := getattr(run.model, "routing", None), Routing):
@@ -100,5 +100,5 @@ def _told(name: str, rule: str, seen: str, fix: str) -> tuple[str, UserError]:
 
 
 def _over_several(run: Run, entries: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """A map of a layout with the mesh axes that have, or may have, several devices."""
+    """A map of a layout, with only the mesh axes that have, or may have, several devices."""
     return {name: [axis for axis in axes if getattr(run.mesh, axis) != 1] for name, axes in entries.items()}

@@ -1,8 +1,8 @@
-"""Training: what a run is, its step on the devices at hand, and what a loop of one's own needs besides.
+"""Training: what a run is, its step on the devices at hand, and what else you need to write a loop of your own.
 
 `Run` and its fields say what a run is; `assemble` makes its layout, optimizer, state and step; `CompiledStep` runs it.
-For a loop of one's own: `Checkpoints`, `Guard`, `Profiler`, `known_peak`, `use_persistent_cache`. `trellis.recipes` has
-runs that are ready, and reads YAML files of them.
+For a loop of your own: `Checkpoints`, `Guard`, `Profiler`, `known_peak`, `use_persistent_cache`. `trellis.recipes` has
+ready-made runs, and reads runs from YAML files.
 """
 
 from trellis.checkpoints.checkpoints import Checkpoints, Restored

@@ -34,13 +34,13 @@ from trellis.train.compilation import options_for
 from trellis.train.state import TrainState, new_state
 from trellis.train.step import StepOptions, make_step
 
-# Bytes that one channel of a microbatch takes on a CPU device, about.
+# The approximate bytes that one channel of a microbatch takes on a CPU device.
 _PART_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assembled:
-    """What a run comes to on some devices, which need not be here.
+    """What a run becomes on given devices, which need not exist here.
 
     Attributes:
         run: the run.
@@ -50,8 +50,8 @@ class Assembled:
         init: makes the first state.
         abstract: the state as `jax.ShapeDtypeStruct`s with shardings.
         step: the step under `jax.jit`, its state donated; call and lower it inside `with layout:`.
-        later: what the run comes to once sequences have another length, by the first step of each length. The
-            attributes above are those of the first.
+        later: what the run becomes once sequences have another length, by the first step of each length. The attributes
+            above are those of the first length.
     """
 
     run: Run
@@ -64,32 +64,32 @@ class Assembled:
     later: Mapping[int, "Assembled"] = FrozenMap()
 
     def at(self, step: int) -> "Assembled":
-        """What makes the step of this index."""
+        """The `Assembled` that makes the step of this index."""
         return [self, *(self.later[start] for start in sorted(self.later) if start <= step)][-1]
 
     def phases(self) -> dict[int, "Assembled"]:
-        """What makes the steps from each of these indices on, in order."""
+        """The `Assembled` of each phase, in order, by the index of its first step."""
         return {0: self, **{start: self.later[start] for start in sorted(self.later)}}
 
     def takes(self, state: TrainState) -> TrainState:
-        """A state of the run, whose arrays are the same for every length, as that of the model for this one."""
+        """A state of the run as a state of this length's model. Its arrays are the same for every length."""
         return jax.tree.unflatten(jax.tree.structure(self.abstract), jax.tree.leaves(state))
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Where the arrays of a batch lie."""
+        """The sharding of a batch's arrays."""
         return self.layout.sharding(("batch", "pos"))
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """What the compiler is told about the step."""
+        """The compiler's options for the step."""
         mesh = self.layout.mesh
         return options_for(platform_of_devices(mesh), self.run.compiler_options, mesh.size)
 
     @property
     def largest(self) -> int:
-        """The first step with the most sequences: of a batch that grows the one that takes the most memory. Of several
-        lengths of sequences it is one of the first length."""
+        """The first step with the most sequences, which is the one that takes the most memory if the batch grows. If
+        sequences have several lengths, it is one of the first length."""
         return max(self.run.at(0).batch_sizes(), key=lambda entry: entry.size).step
 
     def abstract_batch(self, step: int = 0) -> Batch:
@@ -117,10 +117,10 @@ def assemble(
     Args:
         run: the run.
         devices: where it trains.
-        padding: what the vocabulary is padded to a multiple of; None for what the layout asks.
-        chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the devices.
-        names_tensors: whether a step finds its first weight or gradient that is not finite; None for those of numbers
-            with a small range.
+        padding: the vocabulary is padded to a multiple of this; None for what the layout requires.
+        chunk_bytes: the bytes of the float32 logits of a chunk of the loss; None for what suits the devices.
+        names_tensors: whether a step finds its first weight or gradient that is not finite; None: only if its numbers
+            have a small range.
 
     Raises:
         UserError: the mesh does not fit the devices, or the run the mesh.
@@ -156,7 +156,7 @@ def _assemble(
     with layout:
         kept = dict(average=run.ema is not None, precision=run.precision)
         make = lambda: new_state(make_model, optimizer, run.seed, **kept)
-        shapes = jax.eval_shape(make)  # traced once, for its types and to be run
+        shapes = jax.eval_shape(make)  # traced once, both for its types and for running it
         _check_parts_of_names(run, shapes.model)
         _check_narrow_products(run, shapes.model)
         _check_four_bits(run, layout)
@@ -182,7 +182,7 @@ def _assemble(
         init = jax.jit(make, out_shardings=shardings)
         rates = learning_rates(run.schedule, run.optimizer.learning_rate, run.steps)
         step = make_step(optimizer, options, rates)
-    # Types say that a step's results lie as its arguments do; a compiler that places has to be told.
+    # The types say that a step's results are sharded as its arguments are; a compiler that places them has to be told.
     results = {} if mode_of(layout.mesh) == "explicit" else {"out_shardings": (shardings, None)}
     return Assembled(
         run=run,
@@ -221,12 +221,12 @@ def layout_of(run: Run, devices: Sequence[Any]) -> Layout:
 
 @functools.cache
 def model_types(config: ModelConfig) -> LanguageModel:
-    """A model, as types, without a layout."""
+    """The types of a model, without a layout."""
     return jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
 
 
 def _check_parts_of_names(run: Run, model: Any) -> None:
-    """Refuses parts of parameters' names that no parameter has, but for those that a run has of itself."""
+    """Refuses parts of parameters' names that no parameter has, except for a run's own defaults."""
     known = parameters(model)
     default: Any = next(f.default for f in dataclasses.fields(Run) if f.name == "weight_decay_exclude")
     asked = {"weight_decay_exclude": {*run.weight_decay_exclude} - {*default}}
@@ -249,7 +249,7 @@ def _check_parts_of_names(run: Run, model: Any) -> None:
 
 
 def _check_heeded(field: str, asked: Mapping[str, str], known: Sequence[Parameter]) -> None:
-    """Refuses a part of names that asks for something else than earlier parts, which name all that it does."""
+    """Refuses a part of names if earlier parts that ask for something else already name all of its parameters."""
     for part, wanted in asked.items():
         firsts = [next(e for e in asked if p.matches((e,))) for p in known if p.matches((part,))]
         others = [first for first in firsts if asked[first] != wanted]
@@ -263,8 +263,8 @@ def _check_heeded(field: str, asked: Mapping[str, str], known: Sequence[Paramete
 
 
 def _check_narrow_products(run: Run, model: Any) -> None:
-    """Refuses parts of names that ask for narrow products where there are none: all but weights of layers and the
-    unembedding, and of experts those in blocks."""
+    """Refuses parts of names that ask for narrow products where there are none: for anything but weights of layers and
+    the unembedding, and for experts' weights in types with blocks."""
     precision, head = run.precision, unembedding_of(model)
     marked = [(p, kind) for p in parameters(model) if (kind := precision.product_of(p))]
     if kind := precision.loss_product(model):
@@ -295,7 +295,7 @@ def _no_narrow_product(seen: str, model: Any, fix: str = "") -> UserError:
 
 
 def _check_four_bits(run: Run, layout: Layout) -> None:
-    """Refuses products in nvfp4 on chips that have no units for them, and in stages, which have no keys for them."""
+    """Refuses nvfp4 products on chips that have no units for them, and in stages, which have no keys for them."""
     if "nvfp4" not in run.precision.products.values():
         return
     device = layout.mesh.devices.flat[0]
@@ -316,7 +316,7 @@ def _check_four_bits(run: Run, layout: Layout) -> None:
 
 
 def _check_delayed(run: Run, model: Any) -> None:
-    """Refuses delayed scales of experts' products, and in stages, which keep none."""
+    """Refuses delayed scales for experts' products, and in stages, which keep none."""
     experts = [p.path for p in parameters(model) if run.precision.product_of(p) and "experts" in p.names]
     seen = f"mesh.stage={run.mesh.stage}" if run.mesh.stage != 1 else f"products of `{experts[0]}`" if experts else ""
     if run.precision.amax_history and seen:
@@ -329,7 +329,7 @@ def _check_delayed(run: Run, model: Any) -> None:
 
 
 def _check_narrow_moments(run: Run, state: TrainState) -> None:
-    """Refuses parts of names of which the optimizer keeps nothing that could be in eight bits."""
+    """Refuses parts of names for which the optimizer keeps nothing that could be in eight bits."""
     parts = run.precision.moments
     if parts and (left := sorted(set(parts) - narrow_parts(state.optimizer, parts))):
         raise UserError(
@@ -343,8 +343,8 @@ def _check_narrow_moments(run: Run, state: TrainState) -> None:
 def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
     """Microbatches for a run that does not say how many: one on an accelerator.
 
-    On a CPU a step is the faster the less memory it takes afresh and the more of it stays in the caches, by 5 to 10 %
-    with parts of about 1,024 float32 tokens a device (docs/cpu-speed.md). Not where devices only rehearse a larger
+    On a CPU a step is faster the less new memory it takes and the more of that stays in the caches: by 5 to 10 % with
+    parts of about 1,024 float32 tokens a device (docs/cpu-speed.md). It is also one if devices only rehearse a larger
     machine, in a pipeline (which has parts of its own), and for experts whose shares would cost another forward pass.
 
     Args:
@@ -363,7 +363,7 @@ def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
 
 
 def keep_of(remat: Remat) -> Keep | None:
-    """What a configuration of checkpointing keeps."""
+    """What a run's checkpointing keeps for the backward pass."""
     match remat.policy:
         case "none":
             return None
@@ -378,13 +378,13 @@ def keep_of(remat: Remat) -> Keep | None:
 
 
 def vocab_multiple(layout: Layout) -> int:
-    """What the vocabulary is padded to a multiple of: the devices that slice it, at rest or in use.
+    """The number whose multiple the vocabulary is padded to: the devices that slice it, at rest or in use.
 
-    On TPUs each device's part is whole rows of tiles (8 by 128), so that parts that are gathered need no copy: for the
-    tables of an 8B model over 256 devices that is a gigabyte.
+    On TPUs each device's slice is whole rows of tiles (8 by 128), so that gathered slices need no copy: for the tables
+    of an 8B model over 256 devices that is a gigabyte.
     """
     slices = [layout.assign(("vocab", "embed"), which)[0] for which in ("params", "compute")]
-    if set(layout.even().assign(("layers",))[0]) & set(slices[1]):  # stages slice what each of them has at rest
+    if set(layout.even().assign(("layers",))[0]) & set(slices[1]):  # each stage slices what it has at rest
         slices.append(tuple({*slices[0], *slices[1]}))
     ways = math.lcm(*(math.prod(layout.mesh.shape[axis] for axis in axes) for axes in slices))
     return ways * rows_of_a_tile(layout.mesh) if ways > 1 else ways
@@ -393,7 +393,7 @@ def vocab_multiple(layout: Layout) -> int:
 def _placed(shapes: TrainState, layout: Layout) -> TrainState:
     """The state's types with shardings on the layout's devices.
 
-    In explicit mode the types say where an array lies; where the compiler places, parameters lie as the layout says.
+    In explicit mode the types give the shardings; if the compiler places arrays, the layout gives those of parameters.
     """
 
     def leaf(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the traced step shows of a run that cannot be: it does not fit, or asks for values that no model marks."""
+"""Checks of a traced step that refuse impossible runs: they do not fit, or ask for values that no model marks."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +16,12 @@ from trellis.train.assemble import Assembled
 from trellis.train.guard import replays
 from trellis.train.summary import device_bytes
 
-# What is counted of a step's memory may be twice what a compiler needs, but not more.
+# The memory that is counted for a step may be twice what a compiler needs, but not more.
 _CERTAIN = 2
 
 
 def check_marks(run: Run, program: Program) -> None:
-    """Refuses names of kept values that nothing in a step is called, nor would be on another layout.
+    """Refuses names of kept values that nothing in a step has as a mark, nor would have on another layout.
 
     Args:
         run: the run.
@@ -36,7 +36,7 @@ def check_marks(run: Run, program: Program) -> None:
 
 
 def check_state(assembled: Assembled) -> None:
-    """Refuses a run whose state, with a batch, is larger than the memory of the devices of this process."""
+    """Refuses a run whose state and batch are larger than the memory of this process's devices."""
     leaves = jax.tree.leaves((assembled.abstract, assembled.abstract_batch()))
     _check_room(sum(device_bytes(leaf) for leaf in leaves), assembled.layout.mesh.devices.flat)
 
@@ -52,7 +52,7 @@ def check_step(memory: Mapping[str, int], assembled: Assembled) -> None:
 
 
 def check_guard(memory: Mapping[str, int], assembled: Assembled) -> None:
-    """Refuses to make steps twice where another state does not fit, or where the same step may give another result.
+    """Refuses to make steps twice if another state does not fit, or if the same step may give another result.
 
     Args:
         memory: bytes on each device at the step's highest point, by kind.
@@ -98,7 +98,7 @@ def _check_room(
 
 
 def memory_of_machine() -> int | None:
-    """Bytes of this machine's memory, where the system tells."""
+    """Bytes of this machine's memory, if the system reports them."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):

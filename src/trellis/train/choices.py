@@ -1,7 +1,7 @@
-"""What a run leaves open for the CPU that it trains on: measured before the first long run, kept for later ones.
+"""What a run leaves open for the CPU that it trains on is measured before the first long run and kept for later ones.
 
-The choice is written into the run's file, and a run that goes on has what it began with: how a sum is cut into parts
-decides how it is rounded.
+The choice is written to the run's file, and a resumed run keeps what it began with: how a sum is cut into parts decides
+how it is rounded.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from trellis.train.pace import LONGEST_STEP, Pace, expected_pace, keep_pace, tok
 from trellis.train.probes import GAIN, fastest, probes
 from trellis.train.summary import step_program
 
-# Seconds of a run that is worth the few seconds that kernels are measured for; no run of so few tokens is.
+# A run of this many seconds is worth the few seconds of measuring kernels; a run of at most so few tokens never is.
 _LONG, _FEW = 60.0, 100_000
-# Steps are tried as long as that takes no more than this share of the run.
+# Steps are tried for no longer than this share of the run.
 _SHARE = 0.05
-# What is told, and what a pace is called that was found so.
+# What is printed, and the name of a pace that was found this way.
 MEASURES, TRIAL = "measures what suits this processor, once", "trial steps"
-# Not part of what decides a choice.
+# Fields that do not affect a choice.
 _BESIDE = (
     "name", "steps", "schedule", "checkpoints", "evaluation", "logging", "guard", "deadline", "profile", "seed",
     "distributed", "skip_nonfinite", "weight_decay_exclude",
@@ -45,13 +45,13 @@ _BESIDE = (
 
 
 def as_it_began(run: Run, folder: Path) -> Run:
-    """A run that goes on in a folder, with what it leaves open chosen as it was when it began.
+    """A run that is resumed in a folder, with what it leaves open chosen as when it began.
 
     On another mesh, layout or number of devices only the kernels' choices stay.
 
     Args:
         run: as it was asked for.
-        folder: the run's folder, in which nothing need be.
+        folder: the run's folder, which may be empty.
     """
     path = folder / "run.yaml"
     if not has_begun(folder) or not path.is_file():
@@ -64,7 +64,7 @@ def as_it_began(run: Run, folder: Path) -> Run:
     microbatches = run.microbatches or before.microbatches
     try:
         return dataclasses.replace(run, devices=before.devices, microbatches=microbatches)
-    except UserError:  # another batch size, which `claim` has its own words for
+    except UserError:  # another batch size, for which `claim` has its own message
         return run
 
 
@@ -76,21 +76,21 @@ def choose(
     clock: Callable[[], float] = time.perf_counter,
     trial: Callable[[Assembled], Pace] = tried_pace,
 ) -> Run:
-    """A run with everything chosen that it leaves open on a CPU, as far as that was measured or is worth it.
+    """A run with everything chosen that it leaves open on a CPU, if that was measured or is worth measuring.
 
-    Kernels are timed by themselves, in seconds. Numbers of microbatches and of devices are tried in whole steps, as
-    long as that takes no more than a twentieth of the run. What is usual stays unless another is faster by 5 %. What
-    was found beside many other programs is for this run alone.
+    Kernels are timed by themselves, which takes seconds. Numbers of microbatches and of devices are tried in whole
+    steps, for at most a twentieth of the run. The usual choice stays unless another is faster by 5 %. Choices that were
+    measured while many other programs ran hold for this run alone.
 
     Args:
         run: the run.
-        devices: all that it may use.
-        tell: gets a line of words where something was chosen.
+        devices: all devices that it may use.
+        tell: gets a line of words if something was chosen.
         clock: seconds.
         trial: the pace of a few steps.
 
     Raises:
-        UserError: a step does not fit the memory.
+        UserError: a step does not fit in memory.
     """
     if not _is_open(run, devices):
         return run
@@ -131,7 +131,7 @@ def _is_open(run: Run, devices: Sequence[Any]) -> bool:
 
 
 def _kernels(run: Run, assembled: Assembled, clock: Callable[[], float]) -> dict[str, Any]:
-    """The fastest of what the run leaves open, by field of `run.cpu`."""
+    """The fastest value of each field of `run.cpu` that the run leaves open."""
     ways = math.prod(assembled.layout.mesh.shape[axis] for axis in assembled.layout.assign(("batch",))[0])
     rows = run.batch_sizes()[0].size // ways // assembled.options.microbatches
     open_ = {name: calls for name, calls in probes(run, rows).items() if getattr(run.cpu, name) is None}
@@ -141,7 +141,7 @@ def _kernels(run: Run, assembled: Assembled, clock: Callable[[], float]) -> dict
 def _steps(
     run: Run, devices: Sequence[Any], budget: float, clock: Callable[[], float], trial: Callable[[Assembled], Pace]
 ) -> tuple[Run, Assembled, Pace]:
-    """The run with the microbatches and devices of the fastest steps, of those that there was time to try."""
+    """The run with the microbatches and devices of the fastest steps that there was time to try."""
     started = clock()
     assembled = assemble(run, devices)
     usual = dataclasses.replace(
@@ -165,7 +165,7 @@ def _steps(
 
 
 def _others(run: Run, usual: Run, most: int) -> list[Run]:
-    """What may be faster than the usual, the likeliest first."""
+    """Runs that may be faster than the usual one, the likeliest first."""
     count, found = usual.microbatches or 1, []
     if run.microbatches is None:
         found += [(2 * count, usual.devices)] + [(count // 2, usual.devices)] * (count > 1)
@@ -182,7 +182,7 @@ def _others(run: Run, usual: Run, most: int) -> list[Run]:
 
 
 def _applied(run: Run, found: dict[str, Any]) -> Run | None:
-    """The run with what was found for what it leaves open; None where that does not fit, as of another version."""
+    """The run with what was found for what it leaves open; None if that does not fit, as from another version."""
     try:
         cpu = _filled(run.cpu, found)
         several = {name: found.get(name) for name in ("devices", "microbatches") if getattr(run, name) is None}
@@ -192,13 +192,13 @@ def _applied(run: Run, found: dict[str, Any]) -> Run | None:
 
 
 def _filled(cpu: Cpu, found: Mapping[str, Any]) -> Cpu:
-    """What it leaves open as was found."""
+    """The configuration with what was found for what it leaves open."""
     names = [field.name for field in dataclasses.fields(Cpu) if getattr(cpu, field.name) is None]
     return dataclasses.replace(cpu, **{name: found[name] for name in names if name in found})
 
 
 def words_of(run: Run, found: dict[str, Any]) -> str:
-    """What was chosen, in words."""
+    """The choices, in words."""
     counts = {"devices": ("device", "devices"), "microbatches": ("microbatch", "microbatches")}
     parts = [f"{found[name]} {words[found[name] > 1]}" for name, words in counts.items() if found.get(name)]
     parts += [f"{words} of {found[name]}" for name, words in _KERNELS.items() if found.get(name)]

@@ -12,13 +12,13 @@ from trellis.errors import UserError
 from trellis.files import cache_folder
 from trellis.inspect.meeting import in_order, keep_what_loads_right
 
-# What a platform's compiler is told where a run says nothing. XLA orders a CPU's operations so that many could run at
-# once, which starts the backward pass's copies and exponentials in the forward pass: on two cores a step has a fifth
-# more in memory and is up to a sixth slower (docs/cpu-speed.md).
-# On a GPU XLA recomputes what does not fit into three quarters of the memory, of its own choice and after minutes of
-# trying; a run has 95 % of it (hardware/platform.py), and this percentage says so. The scheduler that puts collectives
-# beside computation is not the one that it takes by itself; and it sums all gradients of a layer as one, after the last
-# of them is there and nothing is left to do beside it: up to a mebibyte is one sum (docs/plan.md).
+# The options of a platform's compiler that hold unless a run sets them. By itself XLA orders a CPU's operations so that
+# many could run at once, which starts the backward pass's copies and exponentials in the forward pass: on two cores a
+# step has a fifth more in memory and is up to a sixth slower (docs/cpu-speed.md). On a GPU, XLA recomputes what does
+# not fit into three quarters of the memory, by its own choice and after minutes of trying; a run has 95 % of it
+# (hardware/platform.py), and this percentage says so. XLA's default scheduler is not the one that puts collectives
+# beside computation. By default it also sums all gradients of a layer as one, after the last is there and nothing is
+# left to do beside the sum: here up to a mebibyte is one sum (docs/plan.md).
 DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"},
     "gpu": {
@@ -27,28 +27,28 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
         "xla_gpu_reduce_scatter_combine_threshold_bytes": "1048576",
     },
 }
-# ... for up to so many CPU devices. That order leaves collectives behind a loop with collectives, which begin before it
-# in the other order and may run beside it in this one (`trellis.inspect.meeting`). The steps of recipes have no such
-# pair on two devices, and do on eight; a step on two that has one is compiled in the other order.
+# The CPU's order holds for up to this many devices. It leaves some collectives behind a loop with collectives. In the
+# other order they begin before the loop; in this one they may run beside it (`trellis.inspect.meeting`). The steps of
+# recipes have no such pair on two devices, and do on eight; a step on two that has one is compiled in the other order.
 MOST_DEVICES = 2
 _ORDER = "xla_cpu_scheduler_type"
 
-# The option by which XLA for GPUs is told how long instructions take (`trellis plan --costs`). Where the file is not
-# there it goes on without, and says so in a log only.
+# The option that tells XLA for GPUs how long instructions take (`trellis plan --costs`). If the file is not there, XLA
+# continues without it, and says so only in a log.
 COSTS = "xla_gpu_pgle_profile_file_or_directory_path"
 
-# How the names of options that only one platform's compiler knows begin; jf is an old name of TPUs.
+# Prefixes of the options that only one platform's compiler knows; jf is an old name of TPUs.
 _PREFIXES = {"cpu": ("xla_cpu_",), "gpu": ("xla_gpu_",), "tpu": ("xla_tpu_", "xla_jf_", "xla_enable_async_")}
 
 
 def use_persistent_cache(folder: str | Path | None = None) -> None:
-    """Keeps compiled programs between runs. What the variables of JAX's compilation cache say goes first.
+    """Keeps compiled programs between runs. The environment variables of JAX's compilation cache take precedence.
 
-    Programs for CPUs that would compute something else when they are loaded are compiled anew each time; with a JAX
-    that cannot be told so, nothing is kept.
+    Programs for CPUs that would compute something else once loaded are compiled anew each time; if this JAX cannot be
+    told to do that, nothing is kept.
 
     Args:
-        folder: where; None takes the user's cache folder.
+        folder: where they are kept; None takes the user's cache folder.
     """
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -60,9 +60,9 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
         path.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(path))
     if os.environ.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS") is None:
-        # The small programs around a step take tenths of a second each: keep them too.
+        # The small programs around a step take tenths of a second each to compile: keep them too.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    compilation_cache.reset_cache()  # JAX settles at its first compilation whether it has a cache
+    compilation_cache.reset_cache()  # JAX decides at its first compilation whether it has a cache
 
 
 def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> dict[str, str]:
@@ -75,11 +75,11 @@ def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> 
 
     Args:
         platform: "cpu", "gpu" or "tpu".
-        options: of any platform; names that no platform has for itself concern all.
+        options: options of any platform; names that belong to no single platform concern all.
         devices: how many the program runs on; more than `MOST_DEVICES` CPU devices have no defaults.
 
     Raises:
-        UserError: a file of costs that they name is not there.
+        UserError: the options name a file of costs that is not there.
     """
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     others = tuple(prefix for name, prefixes in _PREFIXES.items() if name != platform for prefix in prefixes)
@@ -97,7 +97,7 @@ def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> 
 
 @contextlib.contextmanager
 def _explained(options: Mapping[str, str] | None) -> Generator[None]:
-    """Within it, what a compiler says of an option that it does not know, or a value that it does not take, is told."""
+    """Within it, a compiler's complaint about an unknown option, or a value that it does not take, is explained."""
     try:
         yield
     except Exception as error:
@@ -115,7 +115,7 @@ def _explained(options: Mapping[str, str] | None) -> Generator[None]:
 class CompiledStep:
     """A step compiled ahead of its first call: once for each shape of a batch, so once for a run of one batch size.
 
-    Calling it can never compile anew for another reason: a state or batch with another sharding or dtype is an error.
+    A call never compiles anew for any other reason: a state or batch with another sharding or dtype is an error.
 
     Args:
         step: a function under `jax.jit`, `step(state, batch) -> (state, metrics)`.
@@ -132,7 +132,7 @@ class CompiledStep:
         return self._programs[_shapes(batch)](state, batch)
 
     def compile(self, state: Any, batch: Any) -> None:
-        """Compiles for batches of this shape, where that was not done yet."""
+        """Compiles for batches of this shape, if that was not done yet."""
         if not self.is_compiled(batch):
             with _explained(self._options):
                 self._programs[_shapes(batch)] = self._compiled(state, batch)

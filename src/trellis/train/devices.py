@@ -1,4 +1,4 @@
-"""The devices of a run: all accelerators there are, or a CPU split into several."""
+"""The devices of a run: all accelerators of the machine, or a CPU split into several devices."""
 
 import dataclasses
 import math
@@ -17,12 +17,12 @@ _MOST_BY_DEFAULT = 8
 
 
 def find_devices(run: Run) -> list[Any]:
-    """The devices that a run uses, `--devices` of them where that is given.
+    """The devices that a run uses, `--devices` of them if that is given.
 
     On a CPU they are made here, which must happen before JAX has looked at its devices: call it first.
 
     Raises:
-        UserError: there are fewer devices than asked for, or JAX has looked already.
+        UserError: there are fewer devices than asked for, or JAX has already looked.
     """
     choose_platform()
     claim_gpu_memory()
@@ -31,7 +31,7 @@ def find_devices(run: Run) -> list[Any]:
         leave_threads(count)
     try:
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # the backend is there already: what counts is how many devices it has
+    except RuntimeError:  # the backend already exists: what counts is how many devices it has
         pass
     devices = jax.devices()
     wanted = run.devices or (count if are_cpus(devices) or run.layout.preset == "single" else len(devices))
@@ -56,14 +56,14 @@ def find_devices(run: Run) -> list[Any]:
 
 
 def default_count(run: Run, cores: int) -> int:
-    """One CPU device a core, as far as the mesh and the batch can be divided so."""
+    """One CPU device a core, or as many as the mesh and the batch can be divided over."""
     if run.layout.preset == "single":
         return 1
     return max(possible_counts(run, cores), default=1)
 
 
 def possible_counts(run: Run, most: int) -> list[int]:
-    """How many CPU devices, up to so many, the mesh and the batch can be divided over."""
+    """The numbers of CPU devices, up to `most`, that the mesh and the batch can be divided over."""
     sizes = dataclasses.asdict(run.mesh).values()
     known = math.prod(size for size in sizes if size != -1)
     if -1 not in sizes:
@@ -72,7 +72,7 @@ def possible_counts(run: Run, most: int) -> list[int]:
 
 
 def _divides(run: Run, left: int) -> bool:
-    """Whether batches and widths can be sliced, with the mesh axis that takes what is left taking so much."""
+    """Whether batches and widths can be sliced if the mesh axis that takes what is left has this size."""
     mesh = {name: left if size == -1 else size for name, size in dataclasses.asdict(run.mesh).items()}
     parts = math.prod(mesh[name] for name in ("replica", "data", "data_y", "data_z", "expert", "expert_y"))
     batches = [(b.size, phase.run.parts) for phase in run.phases() for b in phase.run.batch_sizes()]

@@ -1,4 +1,4 @@
-"""Digests of arrays as each device holds them: a number a device, equal where the bits are."""
+"""Digests of arrays as each device holds them: one number a device, equal if the bits are."""
 
 import functools
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from jax.sharding import PartitionSpec as P
 from trellis.mesh.reshard import place
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
-# Odd, so that a product with one in 32 bits loses nothing, and well spread: the golden ratio's, and MurmurHash3's.
+# Odd, so that a product with them in 32 bits loses nothing, and well spread: from the golden ratio and MurmurHash3.
 _PLACES, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 
 
 def digest(x: jax.Array) -> jax.Array:
-    """`u32[""]` of an array's bits and their places, the same in whatever order it is summed.
+    """A digest, `u32[""]`, of an array's bits and their places; it does not depend on the order of summation.
 
-    Each element's bits, with those of its place, go through a function that maps no two numbers to one; the results are
-    added up in 32 bits. So one changed element always changes the sum, and several do but for one case in 2**32.
+    Each element's bits, with those of its place, go through a function that never maps two numbers to one; the results
+    are added up in 32 bits. So one changed element always changes the sum, and several do in all but one case in 2**32.
 
     >>> a, b = jnp.zeros(4), jnp.zeros(4).at[2].set(-0.0)
     >>> bool(digest(a) == digest(a + 0)), bool(digest(a) == digest(b))
@@ -42,7 +42,7 @@ def digest(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("mesh", "specs"))
 def digest_table(leaves: Sequence[Any], mesh: Mesh, specs: tuple[P, ...]) -> jax.Array:
-    """The digest of what each device holds of each array, known to every device: four bytes a device and array move.
+    """The digest of what each device holds of each array, known to every device. Four bytes a device and array move.
 
     Args:
         leaves: arrays on the mesh.
@@ -57,6 +57,6 @@ def digest_table(leaves: Sequence[Any], mesh: Mesh, specs: tuple[P, ...]) -> jax
     def on_device(leaves):
         return jnp.stack([digest(x) for x in leaves]).reshape((1,) * len(axes) + (-1,))
 
-    # What the types say is a copy need not be one, so nothing is checked by them here.
+    # What the types call a copy need not be one, so they check nothing here.
     read = jax.shard_map(on_device, mesh=mesh, in_specs=(specs,), out_specs=P(*axes, None), check_vma=False)
     return place(read(tuple(leaves)), ((),) * (len(axes) + 1), names=(*axes, "leaves"))

@@ -20,11 +20,11 @@ def detect(
     process: int | None = None,
     tpu: bool | None = None,
 ) -> dict[str, Any] | None:
-    """The arguments for `jax.distributed.initialize`, or None where the run is one process.
+    """The arguments for `jax.distributed.initialize`, or None if the run is one process.
 
-    In this order: three options; a SLURM step, Open MPI, a Kubernetes indexed job, each of more than one process; a
-    TPU host, where JAX asks the platform. With SLURM and GPUs each task gets its share of the node's GPUs (JAX alone
-    gives a task one GPU, also where one task is to drive all eight).
+    They are looked for in this order: three options; a SLURM step, Open MPI, a Kubernetes indexed job, each of more
+    than one process; a TPU host, where JAX asks the platform. With SLURM and GPUs each task gets its share of the
+    node's GPUs (JAX alone gives a task one GPU, even if one task is to drive all eight).
 
     Args:
         env: the environment's variables.
@@ -34,7 +34,7 @@ def detect(
         tpu: whether this host has TPUs; None looks.
 
     Raises:
-        UserError: the options are incomplete or wrong, or a cluster was found that they must complete.
+        UserError: the options are incomplete or wrong, or needed to complete what was found of a cluster.
     """
     options = {"coordinator": coordinator, "processes": processes, "process": process}
     if processes is None and process is None and "OMPI_COMM_WORLD_SIZE" in env:
@@ -75,14 +75,14 @@ def initialize(
 
     Args:
         coordinator: see `detect`; likewise `processes` and `process`.
-        heartbeat_seconds: a process that is silent for so long is taken for dead, and the others stop.
-        timeout_seconds: how long to wait for all to come.
+        heartbeat_seconds: a process that is silent for this long is taken for dead, and the others stop.
+        timeout_seconds: how long to wait for all processes to join.
 
     Returns:
         Whether JAX's runtime of several processes was started.
 
     Raises:
-        UserError: the options are wrong, or the others did not come.
+        UserError: the options are wrong, or the others did not join.
     """
     found = detect(os.environ, coordinator=coordinator, processes=processes, process=process)
     if found is None:
@@ -102,18 +102,18 @@ def initialize(
             where=f"jax.distributed.initialize({', '.join(f'{k}={v!r}' for k, v in found.items())})",
             fix="check that process 0 runs, that its port is open, and that all were started alike",
         ) from error
-    return True  # how many processes there are is known once JAX looks at its devices, which is not to happen here
+    return True  # the number of processes is known once JAX looks at its devices, which must not happen here
 
 
 def _check_port(address: str) -> None:
-    """Refuses a port that is in use where the first process is to wait at it; JAX 0.10.2 ends in a segmentation fault.
+    """Refuses a port that is in use for the first process to wait at; JAX 0.10.2 ends in a segmentation fault.
 
     Raises:
-        UserError: it is.
+        UserError: the port is in use.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was used a moment ago is free
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was used a moment ago is free
         if family == socket.AF_INET6:
             tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
@@ -165,7 +165,7 @@ def _from_options(coordinator: str | None, processes: int | None, process: int |
             where=where,
             fix="leave the options out",
         )
-    # JAX would otherwise take the devices of this process from the cluster around it.
+    # Otherwise JAX would take the devices of this process from the cluster around it.
     return {
         "coordinator_address": coordinator,
         "num_processes": processes,
@@ -175,7 +175,7 @@ def _from_options(coordinator: str | None, processes: int | None, process: int |
 
 
 def _slurm_devices(env: Mapping[str, str]) -> list[int] | None:
-    """This task's share of the node's GPUs; None where SLURM does not say, or has bound them to the task itself.
+    """This task's share of the node's GPUs; None if SLURM does not say, or has bound them to the task itself.
 
     >>> _slurm_devices({"SLURM_GPUS_ON_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "2(x4)", "SLURM_LOCALID": "1"})
     [4, 5, 6, 7]

@@ -17,17 +17,17 @@ from trellis.nn.loss import TokenLoss
 from trellis.train.state import TrainState
 from trellis.train.step import StepOptions, batch_loss
 
-# Batches that may wait on the devices. The training loop's own come on top: on several CPU devices XLA hangs where one
-# has more than 32 programs to run (seen with JAX 0.10.2).
+# Batches that may wait on the devices. The training loop's own come on top: on several CPU devices XLA hangs if one has
+# more than 32 programs to run (seen with JAX 0.10.2).
 _AHEAD = 8
 
 
 class ValidationSet(NamedTuple):
-    """Batches that a model is measured on.
+    """The batches that a model is measured on.
 
     Attributes:
         batches: one pass over held-out text, in order.
-        store: where they come from; it knows how many bytes of text its tokens stand for.
+        store: where the batches come from; it knows how many bytes of text its tokens stand for.
         limit: how many batches are used; None takes all there are.
     """
 
@@ -49,7 +49,7 @@ class Evaluator:
     Args:
         sets: the validation sets, by name.
         options: how the model computes in training; the z-loss is left out.
-        sharding: where a batch's arrays lie.
+        sharding: the sharding of a batch's arrays.
     """
 
     def __init__(self, sets: Mapping[str, ValidationSet], options: StepOptions, sharding: NamedSharding):
@@ -68,14 +68,14 @@ class Evaluator:
     def __call__(self, state: TrainState) -> dict[str, jax.Array]:
         """The measures of a state, as scalars still on the devices.
 
-        The moving average of the parameters is measured where there is one. Several sets are also told apart.
+        The moving average of the parameters is measured if there is one. Several sets are also reported separately.
 
         Returns:
             `validation_loss` (nats a token, every token of all sets counted alike), `perplexity`,
-            `validation_accuracy`, and `bits_per_byte`, which is no number where a store does not know its text. With
-            several sets `validation_loss/NAME` and `bits_per_byte/NAME` of each, and of each group (`web/c4` and
+            `validation_accuracy`, and `bits_per_byte`, which is not a number if a store does not know its text. With
+            several sets also `validation_loss/NAME` and `bits_per_byte/NAME` for each set and each group (`web/c4` and
             `web/news` are in the group `web`); and `validation_loss_macro` and `bits_per_byte_macro`, the means over
-            the sets, each set counted alike, also of each group.
+            the sets, each set counted alike, also for each group.
         """
         model = state.model if state.average is None else state.average
         sums = {name: self._sums(model, chosen) for name, chosen in self._sets.items()}
@@ -91,7 +91,7 @@ class Evaluator:
         return self._bytes[name]
 
     def _zero(self) -> jax.Array:
-        """Where the sums lie that the program gives, so that it is compiled once for the first batch and the others."""
+        """Zeros with the sharding of the program's sums, so that the first batch needs no compilation of its own."""
         return jax.make_array_from_callback((), self._whole, lambda _: np.zeros((), np.float32))
 
     def _sums(self, model: Any, chosen: ValidationSet) -> TokenLoss:
@@ -127,7 +127,7 @@ def _rates(sums: dict[str, TokenLoss], text_bytes: dict[str, jax.Array]) -> dict
 
 
 def groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Sets, groups of several, and all of them ("") where there are several, by name, with the sets in each.
+    """The sets by name, the groups of several, and all of them ("") if there are several, with the sets in each.
 
     >>> groups(["web/c4", "web/news", "code"])
     {'web/c4': ['web/c4'], 'web/news': ['web/news'], 'code': ['code'], 'web': ['web/c4', 'web/news'],

@@ -17,10 +17,10 @@ from trellis.train.metrics import Work
 
 
 def matmul_parameters(model: LanguageModel) -> int:
-    """Parameters that multiply activations, of a model or its abstract tree.
+    """The number of parameters that multiply activations, in a model or its abstract tree.
 
-    Weights, by their declared role; of experts those that a token meets. The unembedding counts without its padding
-    rows, whether it is a weight of its own or a table that tokens are looked up in too.
+    These are the weights, by their declared role; of experts' weights, those that a token meets. The unembedding counts
+    without its padding rows, whether it is a weight of its own or also the table that tokens are looked up in.
     """
     head, config, count = model.unembedding, model.config, 0
     for parameter in parameters(model):
@@ -33,14 +33,14 @@ def matmul_parameters(model: LanguageModel) -> int:
 def flops_per_token(model: LanguageModel, length: int, *, causal: bool = True) -> float:
     """Floating-point operations of training on one token: forward once, backward twice.
 
-    Six for each parameter that multiplies activations, and attention's two products over `length` keys, of which a
-    causal model needs half (the count of PaLM, Chowdhery et al., 2022, appendix B, has them all), and a layer with a
+    It is six for each parameter that multiplies activations, plus attention's two products over `length` keys. A causal
+    model needs half of these (the count of PaLM, Chowdhery et al., 2022, appendix B, has them all), and a layer with a
     window less. Document masks, which leave out more, are not counted.
 
     Args:
         model: a model or its abstract tree, with `config`.
         length: positions of a sequence.
-        causal: whether only the causal half of attention counts, and only what windows show.
+        causal: whether only the causal half of attention and what windows show is counted.
     """
     keys = keys_seen(model.config, length) if causal else model.config.layers * length
     return 6 * matmul_parameters(model) + 6 * attention_width(model.config) * keys
@@ -48,7 +48,7 @@ def flops_per_token(model: LanguageModel, length: int, *, causal: bool = True) -
 
 @functools.lru_cache(maxsize=64)
 def keys_seen(config: FamilyConfig, length: int) -> float:
-    """How many keys a query sees in all layers together, in the mean over a sequence.
+    """How many keys a query sees in all layers together, averaged over a sequence.
 
     Args:
         config: what defines the model.
@@ -58,19 +58,19 @@ def keys_seen(config: FamilyConfig, length: int) -> float:
 
 
 def attention_width(config: FamilyConfig) -> int:
-    """What attention's two products are wide, all heads together: queries' width, and values' where it is another."""
+    """The width of attention's two products, for all heads together: that of queries and that of values."""
     return config.heads * (config.head_dim + value_dim(config))
 
 
 def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
-    """FLOP/s that all devices could do together.
+    """The FLOP/s that all devices could do together.
 
-    On a CPU it is measured, and the best measurement of this machine is kept in the user's cache folder: a machine that
-    is busy with something else measures too little.
+    On a CPU it is measured, and the best measurement of this machine is kept in the user's cache folder: on a machine
+    that is busy with something else, too little is measured.
 
     Args:
-        devices: the run's.
-        dtype: what the run computes in.
+        devices: the run's devices.
+        dtype: the type that the run computes in.
     """
     peak = matmul_peak(devices, dtype)
     if peak is None or not are_cpus(devices):
@@ -83,7 +83,7 @@ def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
 
 
 def costs(assembled: Assembled) -> dict[str, float]:
-    """What a token of a run costs, in the first of its lengths of sequences, as `Work` has it."""
+    """What a token of a run costs at the first of its sequence lengths, as fields of `Work`."""
     model, length = assembled.abstract.model, assembled.run.data.sequence_length
     return {
         "flops_per_token": flops_per_token(model, length),
@@ -92,7 +92,7 @@ def costs(assembled: Assembled) -> dict[str, float]:
 
 
 def work_of(assembled: Assembled) -> Work:
-    """What a token of a run costs, in the first of its lengths of sequences, and what its devices could do."""
+    """What a token of a run costs at the first of its sequence lengths, and what its devices could do."""
     devices = list(assembled.layout.mesh.devices.flat)
     peak = lambda: known_peak(devices, assembled.run.precision.compute)
     return Work(

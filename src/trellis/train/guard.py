@@ -1,4 +1,4 @@
-"""Copies that must be equal are: what devices hold is compared wherever the types say that it is the same."""
+"""Checks that copies are equal: what devices hold is compared wherever the types say that it is the same."""
 
 import collections
 import dataclasses
@@ -23,17 +23,17 @@ from trellis.train.stopping import CopiesDiffer
 
 # How many differences a message names.
 _NAMED = 3
-# Of so many comparisons one is of a step that was made twice: half a step's time for each.
+# One of this many comparisons is of a step that was made twice: half a step's time for each.
 _REPLAYED = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Devices that do not hold what others do.
+    """Devices that do not hold what other devices do.
 
     Attributes:
-        name: the array's.
-        devices: those in the minority; all of the group where there is none.
+        name: the array's name.
+        devices: those in the minority; all of the group if there is no minority.
         axes: the mesh axes along which they differ.
         copies: how many devices were compared.
     """
@@ -53,8 +53,9 @@ class Difference:
 class Guard:
     """Compares the copies of a run's state and batches after steps N, 2N, ... and before each checkpoint.
 
-    Where a part of the state is held once, steps 2N, 4N, ... are made twice from the same state and batch, by the same
-    program, and their results are compared. Comparisons run on the devices behind the steps; nothing waits for them.
+    If a part of the state is held only once, steps 2N, 4N, ... are made twice from the same state and batch, by the
+    same program, and their results are compared. Comparisons run on the devices behind the steps; nothing waits for
+    them.
 
     Args:
         assembled: the run.
@@ -69,11 +70,11 @@ class Guard:
         self._copy: Callable | None = None
 
     def replay(self, step: Callable, state: Any, batch: Any, made: int) -> dict[str, jax.Array]:
-        """Makes a step on a copy of the state, where it is to be made twice: its digests.
+        """Makes a step on a copy of the state, if it is to be made twice, and returns its digests.
 
         Args:
             step: the compiled step, which donates its state.
-            state, batch: what the step is about to be given.
+            state, batch: the next arguments of the step.
             made: how many steps will have been made after it.
         """
         if not (self._replays and self._due(made, _REPLAYED)):
@@ -87,14 +88,14 @@ class Guard:
     def digests(
         self, state: Any, batch: Any, made: int, *, save: bool, again: Callable[[], Any] | None = None
     ) -> dict[str, jax.Array]:
-        """The digests of a state and of the batch that led to it, on the devices still, where they are to be compared.
+        """The digests of a state and of the batch that led to it, still on the devices, if they are to be compared.
 
         Args:
-            state: after `made` steps.
-            batch: of the last of these.
+            state: the state after `made` steps.
+            batch: the batch of the last of these.
             made: how many steps have been made.
             save: whether the state is about to be saved.
-            again: reads the batch once more, which has copies on few devices or none.
+            again: reads the batch once more, since few devices or none hold copies of it.
         """
         if self._rule.every is None or not (save or self._due(made)):
             return {}
@@ -113,7 +114,7 @@ class Guard:
             last_good: gives words that name the last good checkpoint.
 
         Raises:
-            CopiesDiffer: devices hold different values, the batch was another one, or the step gave two results.
+            CopiesDiffer: devices hold different values, the batch was a different one, or the step gave two results.
         """
         if "digests" not in arrays:
             return
@@ -141,7 +142,7 @@ class Guard:
             )
 
     def _unlike(self, table: np.ndarray, other: np.ndarray) -> str:
-        """Where two tables differ, in words; the other's arrays are the last of the table's."""
+        """Where two tables differ, in words; the other's arrays are the last ones of the table."""
         names = self._names[-other.shape[-1] :]
         differ = {
             name: at for name, at in zip(names, np.moveaxis(table[..., -len(names) :] != other, -1, 0)) if at.any()
@@ -149,7 +150,7 @@ class Guard:
         return _some([f"`{name}` on {_listed(self._mesh.devices[at])}" for name, at in differ.items()])
 
     def ledger(self) -> Ledger:
-        """What moves for a comparison, of a batch that is read again, too."""
+        """The communication of a comparison, including that of a batch that is read again."""
         batch = self._assembled.abstract_batch()
         leaves = [*_leaves(self._assembled.abstract, batch).values(), *(e.leaf for e in entries(batch).values())]
         specs = tuple(leaf.sharding.spec for leaf in leaves)
@@ -170,21 +171,21 @@ def replays(rule: GuardRule, abstract: Any, mesh: Mesh) -> bool:
     """Whether steps are made twice: a part of the state has no copy.
 
     Args:
-        rule: the run's.
+        rule: the run's rule.
         abstract: the state's types with shardings.
-        mesh: where it lies.
+        mesh: the mesh that the state is on.
     """
     whole = [math.prod(mesh.shape[axis] for axis in state_of(e.leaf).sliced) for e in entries(abstract).values()]
     return rule.every is not None and rule.replay and max(whole) == mesh.size
 
 
 def differences(table: np.ndarray, names: Sequence[str], specs: Sequence[P], mesh: Mesh) -> list[Difference]:
-    """Where a table of digests is not the same along mesh axes that do not slice an array.
+    """The places where a table of digests differs along mesh axes that do not slice an array.
 
     Args:
-        table: `u32`, a dimension for each mesh axis, and the last for the arrays.
-        names: of the arrays.
-        specs: how they are sliced.
+        table: `u32`, with a dimension for each mesh axis, and the last for the arrays.
+        names: the names of the arrays.
+        specs: how the arrays are sliced.
         mesh: the mesh.
     """
     found = []
@@ -206,7 +207,7 @@ def differences(table: np.ndarray, names: Sequence[str], specs: Sequence[P], mes
 
 
 def _leaves(state: Any, batch: Any) -> dict[str, Any]:
-    """The arrays of a state and a batch, by the names that people read."""
+    """The arrays of a state and a batch, by the names that messages use."""
     found = {shown(name): entry.leaf for name, entry in entries(state).items()}
     return found | {f"batch.{shown(name)}": entry.leaf for name, entry in entries(batch).items()}
 

@@ -61,7 +61,7 @@ class Feed:
     Attributes:
         batches: `batches(n)` yields `(n, batch), (n + 1, batch), ...`, and has a `close`, as generators and loaders do.
             The batch of a step depends on nothing else.
-        tokens: how many tokens the batch of step `n` has; None where all of them count in its loss.
+        tokens: how many tokens the batch of step `n` has; None if all of them count in its loss.
         again: reads the batch of step `n` once more, if a guard is to compare it with what the devices have.
         evaluate: from a state and the number of steps made to scalar arrays, still on the device, with
             `validation_loss` among them.
@@ -444,8 +444,7 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _last_good(saved: Checkpoints, others_live: bool) -> str:
-    """Words that name the last good checkpoint; one under way is waited for if the processes that write it are
-    alive."""
+    """Words that name the last good checkpoint; one under way is waited for if its processes are alive."""
     if others_live:
         with contextlib.suppress(Exception):
             saved.wait()

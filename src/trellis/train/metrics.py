@@ -12,7 +12,7 @@ from trellis.train.drain import Record
 
 # A compiled step returns its metrics in alphabetical order; a line begins with what people look for.
 _FIRST = ("loss", "learning_rate", "grad_norm")
-# Seconds that a rate is taken over, where the steps since the line before are shorter.
+# A rate is taken over this many seconds at least, even if the steps since the line before took less.
 _AT_LEAST = 1.0
 
 
@@ -21,10 +21,10 @@ class Work:
     """What a token costs, and what the devices could do.
 
     Attributes:
-        flops_per_token: floating-point operations that training on one token takes, attention counted causally.
-        noncausal_flops_per_token: the same with all of attention counted, as many others do; None leaves it out.
-        peak_flops: the devices' dense peak together, per second; None where it is not known.
-        measure_again: measures the peak once more, where it is measured and not published.
+        flops_per_token: floating-point operations of training on one token, with attention counted causally.
+        noncausal_flops_per_token: the same with all of attention counted, as many do; None leaves it out.
+        peak_flops: the dense peak of all devices together, per second; None if it is not known.
+        measure_again: measures the peak once more, if it is a measured and not a published one.
     """
 
     flops_per_token: float
@@ -33,7 +33,7 @@ class Work:
     measure_again: Callable[[], float | None] | None = None
 
     def utilisation(self, tokens_per_second: float | None) -> dict[str, float | None]:
-        """The model's FLOPs per second over the peak, from 0 to 1: `mfu`, and `mfu_noncausal` where that is counted."""
+        """The model's FLOPs per second over the peak, from 0 to 1: `mfu`, and `mfu_noncausal` if that is counted."""
         counted = {"mfu": self.flops_per_token, "mfu_noncausal": self.noncausal_flops_per_token}
         known = {name: flops for name, flops in counted.items() if flops is not None}
         if not tokens_per_second or not self.peak_flops:
@@ -44,12 +44,12 @@ class Work:
 class Meter:
     """Turns records into lines: rates over the steps since the line before, and over a second at least.
 
-    Steps of a few milliseconds end faster than their ends can be told apart: only over many of them is a rate right.
+    Steps of a few milliseconds end faster than their ends can be told apart: a rate is right only over many of them.
 
     Args:
         tokens: how many tokens the run had seen before the first record.
-        work: what a token costs; None leaves `mfu` empty. It may change between lines: rates are then those of the
-            steps since.
+        work: what a token costs; None leaves `mfu` empty. It may change between lines; rates then cover only the steps
+            since the change.
     """
 
     def __init__(self, *, tokens: int, work: Work | None = None):
@@ -77,13 +77,13 @@ class Meter:
         self._new = 0
 
     def line(self, record: Record) -> dict[str, float | int | None]:
-        """The line of the step that was added last. A value that is no finite number becomes None.
+        """The line of the step that was added last. A value that is not a finite number becomes None.
 
         Keys: `step`, `tokens` (so far), the step's metrics, `seconds` (of the steps since the line before, waiting
-        included), and of the steps that the rates are over:
-        `tokens_per_second`, `mfu` and `mfu_noncausal` (0 to 1), `step_seconds` (waiting included),
-        `data_wait_seconds` (a step's share of the time that the device had no batch); `memory_bytes` is what the
-        fullest device of this process holds, or this process where the devices do not say.
+        included), and of the steps that the rates are over: `tokens_per_second`, `mfu` and `mfu_noncausal` (0 to 1),
+        `step_seconds` (waiting included), `data_wait_seconds` (a step's share of the time that the device had no
+        batch); `memory_bytes` is what the fullest device of this process holds, or the process itself if the devices do
+        not say.
         """
         seconds = sum(step[1] for step in self._steps)
         while len(self._steps) > self._new and seconds - self._steps[0][1] >= _AT_LEAST:
@@ -104,10 +104,10 @@ class Meter:
         return {name: value if value is None or math.isfinite(value) else None for name, value in line.items()}
 
     def corrected(self, line: dict, settle: Callable[[], object]) -> tuple[dict, str]:
-        """A line whose MFU is over 1 with a better peak, and what is to be told of it; another line as it is, and "".
+        """A line whose MFU is over 1 with a better peak, and a report of that; any other line as it is, and "".
 
-        On a busy machine the peak may be measured too low. It is measured again when a step beats it, and is at the
-        least what the step did.
+        On a busy machine the peak may be measured too low. When a step beats it, it is measured again, and taken to be
+        at least what the step reached.
 
         Args:
             line: as `line` made it.
@@ -125,7 +125,7 @@ class Meter:
 
 
 def memory_bytes() -> int | None:
-    """What the fullest device of this process holds; on a CPU, what the process holds; None where unknown."""
+    """The bytes that the fullest device of this process holds; on a CPU, those of the process; None if unknown."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     held = [s["bytes_in_use"] for s in stats if s and "bytes_in_use" in s]
     if held:

@@ -1,7 +1,7 @@
-"""The first weight or gradient of a step that has a number which is not finite: its name and its layer.
+"""The first weight or gradient of a step with a number that is not finite: its name and its layer.
 
 A step goes through the model forward and then backward. So weights come first, from the embedding on, and then
-gradients, from the end of the model back: what is not finite makes everything after it so.
+gradients, from the end of the model back: a number that is not finite makes everything after it not finite.
 """
 
 from typing import Any
@@ -18,12 +18,11 @@ _NONE = -1.0
 
 
 def first_out_of_range(model: Any, gradients: Any) -> jax.Array:
-    """`f32[""]`: the number of the first tensor with a number that is not finite, in the order of `names_of`; -1 for
-    none.
+    """The index of the first tensor with a number that is not finite, `f32[""]`, for `named_tensor`; -1 for none.
 
     Args:
         model: the parameters that the step was made with.
-        gradients: theirs.
+        gradients: their gradients.
     """
     order = _order(model)
     flags = [jnp.concatenate([_flags(p) for p in parameters(tree)]) for tree in (model, gradients)]
@@ -32,7 +31,7 @@ def first_out_of_range(model: Any, gradients: Any) -> jax.Array:
 
 
 def named_tensor(model: Any, number: float) -> str:
-    """What `first_out_of_range` found, in words; nothing for none.
+    """What `first_out_of_range` found, in words; "" for none.
 
     Args:
         model: the parameters, or their types.
@@ -51,8 +50,8 @@ def named_tensor(model: Any, number: float) -> str:
 
 
 def _order(model: Any) -> list[int]:
-    """The tensors of a model, a layer's each, as a forward pass meets them: their places where parameters follow each
-    other whole."""
+    """The tensors of a model, one for each layer, as a forward pass meets them: their indices in the list of all
+    parameters, layer after layer of each."""
     keys, segment, before = [], 0, False
     for number, p in enumerate(parameters(model)):
         segment += p.is_stacked != before
@@ -66,7 +65,7 @@ def _layers(p: Parameter) -> int:
 
 
 def _flags(p: Parameter) -> jax.Array:
-    """`bool["layers"]`: where a parameter, or its gradient, has a number that is not finite."""
+    """Which layers of a parameter, or of its gradient, have a number that is not finite: `bool["layers"]`."""
     array = p.leaf.array if is_named(p.leaf) else p.leaf
     kept = 1 if p.is_stacked else 0
     bad = jnp.max((~jnp.isfinite(array)).astype(jnp.float32), axis=tuple(range(kept, array.ndim)))

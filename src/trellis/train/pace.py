@@ -1,4 +1,4 @@
-"""How long a run takes, before it begins: from earlier runs of its step on this machine, or a trial."""
+"""How long a run will take, known before it begins from earlier runs of its step on this machine, or from a trial."""
 
 import math
 import time
@@ -18,18 +18,18 @@ from trellis.train.assemble import Assembled
 from trellis.train.compilation import CompiledStep
 from trellis.train.metrics import Work
 
-# What the steps of a run are made of, besides its mesh and its microbatches.
+# The fields that define the steps of a run, besides its mesh and its microbatches.
 _STEP = (
     "accumulation", "batch_size", "clip_norm", "compiler_options", "cpu", "ema", "layout", "model", "optimizer",
     "precision", "remat", "z_loss",
 )  # fmt: skip
-# Of the peak in products, where nothing better is known: between what small and large models reach.
+# The share of the peak in products if nothing better is known: between what small and large models reach.
 _USUAL = 0.5
-# Log of the largest ratio of two models' FLOPs a token at which they reach a like share of the peak.
+# Log of the largest ratio of two models' FLOPs a token at which they reach a similar share of the peak.
 _COMPARABLE = math.log(4)
-# Seconds of a step at least, however few its FLOPs: it has hundreds of operations.
+# The fewest seconds of a step, however few its FLOPs: it has hundreds of operations.
 _LEAST_STEP = 5e-3
-# Seconds of a run that is worth a trial, and of a step that is short enough for one.
+# Seconds of a run that is long enough for a trial, and of a step that is short enough for one.
 _WORTH_A_TRIAL, LONGEST_STEP = 20.0, 5.0
 _TRIED = 3
 
@@ -39,10 +39,10 @@ class Pace:
     """How fast steps are.
 
     Attributes:
-        token_seconds: of a step, divided by its tokens.
-        basis: how that is known, in words; "" of a guess.
-        measured: whether it was these very steps that were measured. A guess may be off by many times: it decides what
-            is worth a trial, and is not told.
+        token_seconds: the seconds of a step, divided by its tokens.
+        basis: how that is known, in words; "" for a guess.
+        measured: whether these very steps were measured. A guess may be off by many times: it decides what is worth a
+            trial, and is not reported.
     """
 
     token_seconds: float
@@ -50,11 +50,11 @@ class Pace:
     measured: bool
 
     def step_seconds(self, run: Run, step: int = 0) -> float:
-        """Of a step of a run."""
+        """The seconds of a step of a run."""
         return self.token_seconds * tokens_of(run, step, step + 1)
 
     def seconds(self, run: Run, start: int, stop: int, validation_batches: int = 0) -> float:
-        """From one step of a run to another. A validation batch takes a forward pass, a third of a step."""
+        """The seconds from one step of a run to another. A validation batch takes a forward pass, a third of a step."""
         evaluated = validation_batches / 3 * run.batch_sizes()[-1].size * run.data.sequence_length
         return self.token_seconds * (tokens_of(run, start, stop) + evaluated)
 
@@ -66,7 +66,7 @@ class Pace:
 
 
 def tokens_of(run: Run, start: int, stop: int) -> int:
-    """Tokens that a run reads from one step to another, all batch sizes and lengths of its schedules counted.
+    """The tokens that a run reads from one step to another, by all batch sizes and lengths of its schedules.
 
     >>> from trellis.recipes import tiny
     >>> tokens_of(tiny(), 0, 20)
@@ -83,11 +83,11 @@ def tokens_of(run: Run, start: int, stop: int) -> int:
 
 
 def expected_pace(assembled: Assembled, work: Work) -> Pace | None:
-    """The pace of a run that has not begun, as far as this machine's cache and the peak of products tell it.
+    """The pace of a run that has not begun, as far as this machine's cache and the peak of products can tell.
 
-    Best is what the same step took in an earlier run. Else it is a guess: as large a share of the peak as the run
-    reached whose tokens cost most nearly as much, up to four times as much or as little; where none is known, half of
-    the peak. None where no peak is known.
+    The best source is the time of the same step in an earlier run. Otherwise it is a guess: the share of the peak that
+    was reached by the run with the most similar cost of a token, up to four times as much or as little; if none is
+    known, half of the peak. None if no peak is known.
 
     Args:
         assembled: the run.
@@ -109,12 +109,12 @@ def expected_pace(assembled: Assembled, work: Work) -> Pace | None:
 
 
 def worth_a_trial(assembled: Assembled, guess: Pace | None, steps: int) -> bool:
-    """Whether a few steps may be made to know the pace of a run: on a CPU of one's own, where nothing measured it.
+    """Whether a few steps may be made to find the pace of a run: on a single process's CPU, if nothing measured it.
 
     Args:
         assembled: the run.
         guess: its expected pace.
-        steps: of the run.
+        steps: the steps of the run.
     """
     if not are_cpus(assembled.layout.mesh) or jax.process_count() > 1 or guess is None or guess.measured:
         return False
@@ -123,7 +123,7 @@ def worth_a_trial(assembled: Assembled, guess: Pace | None, steps: int) -> bool:
 
 
 def tried_pace(assembled: Assembled, clock: Callable[[], float] = time.perf_counter) -> Pace:
-    """The pace of a few steps on made-up tokens, from a first state of their own; nothing of them stays."""
+    """The pace of a few steps on made-up tokens, from a first state of their own. Nothing of them is kept."""
     step = CompiledStep(assembled.step, assembled.compiler_options)
     with assembled.layout:
         state = assembled.init()
@@ -141,12 +141,12 @@ def tried_pace(assembled: Assembled, clock: Callable[[], float] = time.perf_coun
 
 
 def keep_pace(assembled: Assembled, work: Work, token_seconds: float, *, how: str = "the run") -> None:
-    """Keeps how fast a run's steps were, for the forecasts of later ones.
+    """Keeps the pace of a run's steps, for the forecasts of later runs.
 
     Args:
         assembled: the run.
         work: what a token costs.
-        token_seconds: of a step, by its tokens.
+        token_seconds: the seconds of a step, divided by its tokens.
         how: what was measured, in words.
     """
     kept = {"token_seconds": token_seconds, "token_flops": work.flops_per_token, "name": assembled.run.name}
@@ -158,7 +158,7 @@ def _place(assembled: Assembled) -> str:
 
 
 def _key(assembled: Assembled) -> str:
-    """Where a step runs, and a digest of what it is made of."""
+    """Where a step runs, and a digest of what defines it."""
     run = plain(assembled.run)
     parts: Mapping[str, Any] = {name: run[name] for name in _STEP} | {
         "length": assembled.run.data.sequence_length,

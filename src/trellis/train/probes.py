@@ -1,4 +1,4 @@
-"""Kernels of a step on one CPU device, timed by themselves to find out how they are cut best."""
+"""Kernels of a step on one CPU device, timed by themselves to find the best way to cut them."""
 
 import math
 import time
@@ -14,10 +14,10 @@ from trellis.nn.attention import dot_product_attention
 from trellis.nn.loss import linear_cross_entropy
 from trellis.run.config import Run
 
-# What is usual stays unless another choice is faster by so much: less is within the noise.
+# The usual choice stays unless another is faster by this much: less is within the noise.
 GAIN = 0.95
 _ROUNDS = 7
-# Rows are left out of a part that has more tokens: what is timed takes milliseconds.
+# Rows are left out of a part that has more tokens, so that what is timed takes milliseconds.
 _MOST_TOKENS = 4096
 
 Value = TypeVar("Value")
@@ -26,12 +26,12 @@ Value = TypeVar("Value")
 def fastest(
     candidates: Mapping[Value, Callable[[], Any]], usual: Value, clock: Callable[[], float] = time.perf_counter
 ) -> Value:
-    """The candidate whose call takes the shortest time, or the usual one where none is faster by 5 %.
+    """The candidate whose call takes the shortest time, or the usual one if none is faster by 5 %.
 
-    They are called in turn, and the fastest call of each counts: whatever else the machine does hits all alike.
+    They are called in turn, and the fastest call of each counts: whatever else the machine does affects all alike.
 
     Args:
-        candidates: what to call for each; results are waited for.
+        candidates: what to call for each; the results are waited for.
         usual: one of them.
         clock: seconds.
     """
@@ -48,7 +48,7 @@ def fastest(
 
 
 def probes(run: Run, rows: int) -> dict[str, dict[Any, Callable[[], Any]]]:
-    """What may be chosen for the kernels of a run, by field of `run.cpu`: of each value what to call, the usual first.
+    """The choices for the kernels of a run, by field of `run.cpu`: what to call for each value, the usual one first.
 
     Args:
         run: the run.
@@ -86,7 +86,7 @@ def _loss(run: Run, rows: int, chunk: int) -> Callable[[], Any]:
 
 
 def _products(run: Run, rows: int, turned) -> Callable[[], Any]:
-    """A feed-forward block: in the first product the left operand is the narrower, in the second the gradient."""
+    """A feed-forward block: in the first product the left operand is the narrower, in the second the gradient is."""
     x = _numbers(run, rows * run.data.sequence_length, run.model.embed)
     up, down = _numbers(run, run.model.embed, run.model.mlp), _numbers(run, run.model.mlp, run.model.embed)
     numbers = (((1,), (0,)), ((), ()))
@@ -100,7 +100,7 @@ def _numbers(run: Run, *shape: int) -> jax.Array:
 
 
 def _backward(total: Callable, choice: Tuned, *arrays: jax.Array) -> Callable[[], Any]:
-    """A call that computes the gradients of a total by its arrays, made as was chosen."""
+    """A function that computes the gradients of a total with respect to its arrays, under a choice."""
 
     def gradients(*arrays):
         with tuned_for(choice):

@@ -9,7 +9,7 @@ from trellis.run.config import Profile
 
 
 class Profiler:
-    """Records some steps of a run. The last of these is the only step that the loop waits for.
+    """Records some steps of a run. The loop waits only for the last of these.
 
     Args:
         folder: where the trace goes; `perfetto_trace.json.gz` in it opens at https://ui.perfetto.dev.
@@ -26,13 +26,13 @@ class Profiler:
             self._on = True
 
     def after(self, index: int, result: Any) -> None:
-        """Call when it was dispatched, with something that it computes."""
+        """Call after the step was dispatched, with something that it computes."""
         if self._on and self._rule is not None and index == self._rule.start + self._rule.steps - 1:
             jax.block_until_ready(result)
             self.close()
 
     def close(self) -> None:
-        """Ends a recording that is under way."""
+        """Ends any recording that is under way."""
         if self._on:
             self._on = False
             jax.profiler.stop_trace()

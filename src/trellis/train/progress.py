@@ -12,29 +12,29 @@ from trellis.figures.terminal import sparkline
 
 
 class Progress:
-    """A curve of the loss, and with it loss, tokens per second, MFU, memory and time left.
+    """Shows a curve of the loss, and with it loss, tokens per second, MFU, memory and time left.
 
     Args:
         total: the run's number of steps.
         stop: the step that it pauses after, if not the last.
         stream: where to write; the default is stderr.
-        every: where the stream is no terminal, seconds between two lines. Evaluations and the last step always show,
-            also where a run ends early.
+        every: seconds between two lines if the stream is not a terminal. Evaluations and the last step are always
+            shown, even if a run ends early.
     """
 
     def __init__(self, total: int, *, stop: int | None = None, stream: TextIO | None = None, every: float = 10.0):
         self._total, self._stream, self._every = total, stream or sys.stderr, every
         self._stop = total if stop is None else stop
         self._tty = self._stream.isatty()
-        # Time left follows the last hundred lines, from the first on, and from what was compiled last:
-        # compiling is not part of the pace.
+        # The time left follows from the last hundred lines, but only from those since the last compilation, which is
+        # not part of the pace.
         self._times: deque[tuple[int, float]] = deque(maxlen=100)
         self._shown: float | None = None
         self._losses: list[float | None] = []
         self._bar = self._unshown = ""
 
     def update(self, line: Mapping[str, float | int | None]) -> None:
-        """Shows a line of metrics, as `Meter.line` makes them."""
+        """Shows a line of metrics, as `Meter.line` makes it."""
         now = time.monotonic()
         self._times.append((int(line["step"]), now))
         self._losses.append(line.get("loss"))
@@ -87,7 +87,7 @@ class Progress:
         self._stream.flush()
 
     def forget(self) -> None:
-        """Time left follows the lines from here on: steps are others now."""
+        """Makes the time left follow from later lines only: the steps are different now."""
         self._times.clear()
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Progress:
         return (self._stop - step) * (end - start) / (last - first)
 
     def _draw(self, text: str) -> str:
-        """The line, and before it the curve of the loss so far, as far as there is room."""
+        """The line, after the curve of the loss so far if there is room for it."""
         width = shutil.get_terminal_size().columns - 1
         room = min(30, width - len(text) - 2)
         return f"{sparkline(self._losses, room)}  {text}" if room >= 5 else text[:width]

@@ -1,4 +1,4 @@
-"""A run's model back from its checkpoints, for whoever uses it: evaluation, sampling, export."""
+"""Restores a run's model from its checkpoints, for its uses: evaluation, sampling, export."""
 
 import dataclasses
 import functools
@@ -31,20 +31,20 @@ def open_checkpoint(folder: Path, step: int | None = None) -> tuple[Run, int | N
         step: the checkpoint of this step; None takes the newest.
 
     Raises:
-        UserError: the folder is no run's.
+        UserError: the folder is not a run's.
     """
     run = open_run(folder)
     if not run.lengths:
         return run, step
-    if step is None:  # without a look at the devices, which `find_devices` is to be the first to take
+    if step is None:  # without looking at the devices, which `find_devices` must be the first to do
         step = max(finished_steps(folder / "checkpoints"), default=None)
     return run.at(max((step or 0) - 1, 0)), step
 
 
 def restore_model(assembled: Assembled, folder: Path, *, step: int | None = None) -> tuple[TrainState, int]:
-    """The parameters of a run on the devices of `assembled`, and after how many steps.
+    """The parameters of a run on the devices of `assembled`, and the number of steps that they are after.
 
-    The optimizer's state is left on disk. The run may be training meanwhile.
+    The optimizer's state is left on disk. The run may still be training.
 
     Args:
         assembled: the run, on any devices.
@@ -64,7 +64,7 @@ def restore_model(assembled: Assembled, folder: Path, *, step: int | None = None
 
 
 def restore_step(abstract_step: Any, folder: Path, *, step: int | None = None) -> int:
-    """Finds the checkpoint that `restore_model` would read, and verifies it, reading next to nothing into memory.
+    """Finds and verifies the checkpoint that `restore_model` would read, reading next to nothing into memory.
 
     Args:
         abstract_step: the state's count of steps as a `jax.ShapeDtypeStruct`.
@@ -91,16 +91,16 @@ def _no_checkpoint(folder: Path) -> UserError:
 
 
 def model_in_use(assembled: Assembled, state: TrainState) -> Any:
-    """The model of a state as it is used: the moving average where there is one, in the type to compute in.
+    """The model of a state as it is used: the moving average if there is one, in the type to compute in.
 
-    No product is narrow: the scale of one would be that of all texts of a batch.
+    No product is narrow: its scale would depend on all texts of a batch.
     """
     model = state.model if state.average is None else state.average
     return dataclasses.replace(assembled.options.precision, products={}, amax_history=0).in_use(model)
 
 
 def for_use(run: Run, devices: int) -> Run:
-    """The run as it is used rather than trained: whole on one device, or its widths sliced over several."""
+    """The run as it is used rather than trained: whole on one device, or with its widths sliced over several."""
     choice = LayoutChoice(preset="tensor" if devices > 1 else "single")
     return dataclasses.replace(
         run, devices=devices, mesh=MeshSizes(data=1, model=devices), layout=choice, accumulation="pending"
@@ -108,8 +108,8 @@ def for_use(run: Run, devices: int) -> Run:
 
 
 def tokenizer_of(run: Run) -> Tokenizer | None:
-    """The tokenizer that a run names, or the one of its data; None where there is none, as of a model that was imported
-    without its own."""
+    """The tokenizer that a run names, or that of its data; None if there is none, as for a model that was imported
+    without one."""
     if (named := run.data.tokenizer) is None:
         return open_corpus(run).tokenizer
     return None if Path(named).is_dir() and not (Path(named) / "tokenizer.json").exists() else load_tokenizer(named)
@@ -118,11 +118,11 @@ def tokenizer_of(run: Run) -> Tokenizer | None:
 def checkpoint_reader(
     folder: Path, run: Run, abstract: Any, *, step: int | None = None
 ) -> tuple[int, Callable[[Parameter, At], np.ndarray]]:
-    """A function that reads a run's parameters, holding one layer at a time, and the step they are of.
+    """The step of a checkpoint, and a function that reads its parameters, holding one layer at a time.
 
     Args:
         folder: the run's folder.
-        run: the run. Where it keeps a moving average of the parameters, that is read.
+        run: the run. If it keeps a moving average of the parameters, that is read.
         abstract: the state on one device.
         step: the checkpoint of this step; None takes the newest that is whole.
     """

@@ -1,6 +1,6 @@
-"""Delayed scales: the largest elements that narrow products met in the steps before, a part of the training state.
+"""Delayed scales: the largest elements that narrow products met in earlier steps, as part of the training state.
 
-A scale is made from the largest of them, so that an array is rounded without being read first (as in Transformer
+A scale is made from the largest of them, so that an array can be rounded without being read first (as in Transformer
 Engine; Micikevicius et al., 2022, arXiv:2209.05433). They are maxima over the whole array, over all devices and all
 microbatches, so they do not depend on the mesh.
 """
@@ -18,8 +18,8 @@ Scales = dict[str, NamedArray]
 
 
 def no_scales(model: Any, precision: Precision) -> Scales:
-    """Of each weight whose products have delayed scales, by path: `f32["layers factor history"]`, all zero, for which
-    the scales of the first steps are current."""
+    """For each weight whose products have delayed scales, by path: `f32["layers factor history"]`, all zero, which
+    makes the scales of the first steps current ones."""
     if not precision.amax_history:
         return {}
     made = {}
@@ -31,13 +31,13 @@ def no_scales(model: Any, precision: Precision) -> Scales:
 
 
 def largest_of(scales: Scales) -> Scales:
-    """From which elements a step makes its scales: `f32["layers factor"]`."""
+    """The elements from which a step makes its scales: `f32["layers factor"]`."""
     return {path: kept.max("history") for path, kept in scales.items()}
 
 
 def rolled(scales: Scales, met: Scales) -> Scales:
-    """With what a step met, instead of what the first of the steps had met. Where that is not finite, what was kept
-    stays: a scale that is not would make every later step so."""
+    """The scales with what a step met in place of what the oldest step met. If that is not finite, the newest kept
+    value is repeated: a scale that is not finite would make every later step so."""
 
     def one(kept: NamedArray, new: NamedArray) -> NamedArray:
         finite = jnp.where(jnp.isfinite(new.array), new.array, kept.array[..., 0])

@@ -1,7 +1,7 @@
 """The gradient of a step whose layers are spread over stages: one forward, one backward.
 
 What a stage does with a microbatch is traced on the mesh without the stages, as a program of whole arrays, forward and
-backward: no sum that a gradient asks for can reach another stage, which has another microbatch. `run` puts these pieces
+backward. So no sum that a gradient needs can reach another stage, which has another microbatch. `run` puts these pieces
 into the program of one device, with the ticks around them.
 """
 
@@ -26,14 +26,14 @@ from trellis.named.pipeline.schedule import Schedule
 from trellis.nn.positions import dealt, dealt_axes
 from trellis.notation.state import state_of
 
-# What the stages slice, where the layout says so, to compute the loss together.
+# The axis that the stages slice, if the layout says so, to compute the loss together.
 _VOCAB = "vocab"
 
 
 def stages_of(model) -> str | None:
-    """The mesh axis of the stages, where the layout in force spreads this model's layers over one.
+    """The mesh axis of the stages, if the layout in force spreads this model's layers over one.
 
-    Experts whose balance is that of the whole batch are no pipeline: each of its microbatches would need all others.
+    Experts that are balanced over the whole batch cannot be a pipeline: each microbatch would need all others.
     """
     layout = current_layout()
     if layout is None or model.looks_ahead:
@@ -42,12 +42,12 @@ def stages_of(model) -> str | None:
 
 
 def schedule_of(model, rows: int, times: int) -> Schedule | None:
-    """When which stage does what in a step, where the layout in force spreads this model's layers over stages.
+    """When each stage does what in a step, if the layout in force spreads this model's layers over stages.
 
     Args:
-        model: it, or its types.
-        rows: of a batch.
-        times: parts of the batch of which the layout says into how many microbatches each is cut.
+        model: the model, or its types.
+        rows: the rows of a batch.
+        times: the number of parts of the batch; the layout says into how many microbatches each part is cut.
 
     Raises:
         NamesError: more stages and groups than layers, or groups and stages that do not divide the microbatches.
@@ -82,7 +82,7 @@ def dealt_out(params, axis: str):
 def in_stages(params, axis: str):
     """Parameters as the stages use them: layers where they are, all others whole along the stages, as copies.
 
-    The gradients of the copies are partial sums over the stages. What is not of the stack is no layer, whatever its
+    The gradients of the copies are partial sums over the stages. What is outside the stack is not a layer, whatever its
     names.
     """
     layers = params.layers.axis.name
@@ -96,10 +96,10 @@ def in_stages(params, axis: str):
 
 
 def apart(params, *, stacked: Callable, others: Callable):
-    """Parameters after one function of those of the layers, and another of all others.
+    """Parameters with one function applied to those of the layers, and another to all others.
 
-    The first runs where every stage has as many layers. That is so of the stack once it is dealt out, and of nothing
-    else.
+    The first runs where every stage has the same number of layers. That holds for the stack once it is dealt out, and
+    for nothing else.
     """
     name = params.layers.axis.name
 
@@ -118,11 +118,11 @@ def _is_stack(x, name: str) -> bool:
 
 
 def around_loss(model, axis: str) -> Layout | None:
-    """The layout in force where all stages compute the loss together, each with its slice of the vocabulary.
+    """The layout for all stages to compute the loss together, each with its slice of the vocabulary.
 
-    None where the last one computes it: the layout does not slice the vocabulary over the stages, or these have not all
-    as many layers. What only some stages do may not stand beside what all of them do together: devices of a CPU would
-    mix the two up.
+    None if the last stage computes it: the layout does not slice the vocabulary over the stages, or they differ in
+    their number of layers. What only some stages do must not be beside what all of them do together: devices of a CPU
+    would mix the two up.
     """
     layout = current_layout()
     (over,) = layout.assign((_VOCAB,))
@@ -134,19 +134,19 @@ def around_loss(model, axis: str) -> Layout | None:
 
 
 def head_of(model) -> list:
-    """What the loss multiplies with, and adds."""
+    """The parameters that the loss multiplies by and adds."""
     return [x for x in (model.unembedding, model.unembedding_bias) if x is not None]
 
 
 def put_head(model, head: list):
-    """The model with these instead."""
+    """The model with these parameters in the loss."""
     return eqx.tree_at(head_of, model, head)
 
 
 def for_loss(head: list) -> list:
     """Parameters as all stages use them in the loss, in the layout of `around_loss`: the stages' slices come first.
 
-    They stay in slices over what slices them at rest besides.
+    They also stay sliced over any other mesh axes that slice them at rest.
     """
     layout = current_layout()
 
@@ -175,24 +175,24 @@ def pipelined(
 
     Args:
         params: as they are used, by `dealt_out` and `in_stages`.
-        head: what all stages use in the loss, by `for_loss`; nothing where the last one computes it.
-        around_head: the layout that it lies by, of `around_loss`.
+        head: what all stages use in the loss, by `for_loss`; empty if the last one computes it.
+        around_head: the layout of the head, by `around_loss`.
         batch: named arrays.
         cut: `cut(batch, count)`, microbatches as a tree of arrays `"microbatches ..."`.
-        shared: `shared(numbers)`, more that the loss of each microbatch is given, a tree of `"microbatches ..."`.
+        shared: `shared(numbers)`, further arguments of each microbatch's loss, a tree of `"microbatches ..."`.
         loss: `loss(params, part, shared) -> (loss, sums)` of one microbatch.
-        schedule: by `schedule_of`.
+        schedule: the schedule, by `schedule_of`.
         axis: the mesh axis of the stages.
     """
     layout, count = current_layout(), schedule.microbatches
     around, together = dataclasses.replace(layout.without(axis), mapped=layout.mapped), None
     with around:
-        if batch.positions is None and dealt_axes(around):  # they are cut into microbatches, as the tokens are
+        if batch.positions is None and dealt_axes(around):  # they are cut into microbatches as the tokens are
             positions = arange(batch.tokens.axis("pos"), dtype=jnp.int32)
             batch = dataclasses.replace(batch, positions=broadcast_to(positions, batch.tokens.shape))
         dealing, batch = dealt(jax.tree.map(lambda x: _placed(x, around), batch, is_leaf=is_named))
         parts = cut(batch, count), shared(jnp.arange(count))
-        with dealing:  # out here: no permute may stand in what one stage alone does
+        with dealing:  # out here: what one stage does alone may hold no permute
             inside = dataclasses.replace(current_layout(), mesh=without_axis(layout.mesh, axis))
     if around_head is not None:
         last = dataclasses.replace(around_head, dealt=inside.dealt)

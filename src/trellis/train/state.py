@@ -12,12 +12,12 @@ from trellis.named.jit import named_jit
 from trellis.nn import Precision
 from trellis.train.scales import no_scales
 
-# What an argument of a step is, by the field of its state that it is in; everything else comes with the batch.
+# What an argument of a step is, by its field of the state; everything else comes with the batch.
 _KINDS = {"model": "parameters", "optimizer": "optimizer", "average": "optimizer", "scales": "parameters"}
 
 
 def kind_of(path: tuple[str, ...], array: jax.Array) -> str:
-    """What an argument of `step(state, batch)` is, for `trellis.program.trace`: said by its field, not by its name."""
+    """What an argument of `step(state, batch)` is, for `trellis.program.trace`. Its field decides, not its name."""
     return _KINDS.get(path[1], "batch") if path[0] == "0" else "batch"
 
 
@@ -25,12 +25,12 @@ class TrainState(eqx.Module):
     """What a checkpoint holds.
 
     Attributes:
-        step: `i32[""]`, how many steps were made.
+        step: `i32[""]`, the number of steps made.
         model: parameters, in the type they are kept in.
         optimizer: the optimizer's state.
         average: the exponential moving average of the parameters, or None.
         key: the random key of the run; a step's key is made from it and the step.
-        scales: where scales are delayed, the largest elements of steps before, by `trellis.train.scales`; else empty.
+        scales: if scales are delayed, the largest elements of earlier steps, by `trellis.train.scales`; else empty.
     """
 
     step: jax.Array
@@ -49,14 +49,14 @@ def new_state(
     average: bool = False,
     precision: Precision | None = None,
 ) -> TrainState:
-    """The first state, each array made where the layout in force lets it rest.
+    """The first state, with each array made where it rests under the layout in force.
 
     Args:
         init: makes the model from a key.
         optimizer: the update rule.
-        seed: of the parameters and of everything random in the run.
+        seed: the seed of the parameters and of everything random in the run.
         average: whether a moving average of the parameters is kept.
-        precision: says of which products scales are kept; None for none.
+        precision: says for which products scales are kept; None for none.
     """
 
     def make(key) -> TrainState:

@@ -19,7 +19,7 @@ from trellis.errors import UserError
 from trellis.files import no_room, refused
 from trellis.interrupts import keep_interrupts
 
-# What the runtimes write when another process of the run is gone.
+# What the runtimes report when another process of the run is gone.
 _PEER = re.compile(
     r"gloo|nccl|connection (reset|refused|closed)|coordination service|heartbeat|peer|barrier|"
     r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED",
@@ -28,13 +28,13 @@ _PEER = re.compile(
 
 
 class RunStopped(UserError):
-    """The run stopped itself; its message names the last good checkpoint. Exit code 3."""
+    """The run stopped itself; the message names the last good checkpoint. Exit code 3."""
 
     exit_code = 3
 
 
 class StoppedTogether(RunStopped):
-    """What every process of a run finds at the same step, so that none waits for another."""
+    """A reason to stop that every process of a run finds at the same step, so that none waits for another."""
 
 
 class LossNotFinite(StoppedTogether):
@@ -42,7 +42,7 @@ class LossNotFinite(StoppedTogether):
 
 
 class CopiesDiffer(StoppedTogether):
-    """Devices that are to hold the same value do not, or a step made twice gave two results."""
+    """Devices that should hold the same value do not, or a step that was made twice gave two results."""
 
 
 class ProgramDiffers(StoppedTogether):
@@ -50,7 +50,7 @@ class ProgramDiffers(StoppedTogether):
 
 
 def explain(error: BaseException, last_good: str) -> BaseException:
-    """What to tell the user of an error that ended a loop: the error itself, or a `RunStopped` in its place.
+    """The error to show the user for one that ended a loop: the error itself, or a `RunStopped` in its place.
 
     Args:
         error: what was raised.
@@ -87,9 +87,9 @@ def explain(error: BaseException, last_good: str) -> BaseException:
 
 
 def _peer_lost(error: BaseException | None) -> str:
-    """What a runtime says of a process that is gone, where that is why something failed; else nothing.
+    """What a runtime reports about a process that is gone, if that is why something failed; else "".
 
-    Whoever waited may tell it in words of its own: Orbax calls a barrier that failed a timeout.
+    The caller that waited may have wrapped it in an error of its own: Orbax calls a barrier that failed a timeout.
     """
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error)):
@@ -109,11 +109,12 @@ def _lost(how: str, last_good: str) -> RunStopped:
 
 @contextlib.contextmanager
 def explained_abort(last_good: Callable[[], str]) -> Generator[None]:
-    """Within it, an abort by JAX's runtime of several processes ends this process as `RunStopped` does.
+    """Within it, an abort by JAX's multi-process runtime ends this process as `RunStopped` does.
 
     A process that waits in a collective learns of a lost one from the runtime's heartbeat, and the runtime then calls
-    C's `abort`: no Python exception, and Python's own signal handlers do not get to run. Its callback for that cannot
-    be used (`missed_heartbeat_callback` ends in a `std::bad_cast`, JAX 0.10.2 to 0.12), so the handler is C's.
+    C's `abort`: there is no Python exception, and Python's own signal handlers do not get to run. The runtime's
+    callback for this cannot be used (`missed_heartbeat_callback` ends in a `std::bad_cast`, JAX 0.10.2 to 0.12), so the
+    handler is C's.
 
     Args:
         last_good: gives words that name the last good checkpoint.
@@ -138,7 +139,7 @@ def explained_abort(last_good: Callable[[], str]) -> Generator[None]:
 
 @contextlib.contextmanager
 def left_alone(last_good: Callable[[], str]) -> Generator[None]:
-    """Within it, a process of several that waits for one that is gone ends, and says so, before the loop has begun too.
+    """Within it, a process of several that waits for one that is gone ends and says so, even before the loop has begun.
 
     Args:
         last_good: gives words that name the last good checkpoint.
@@ -153,9 +154,9 @@ def left_alone(last_good: Callable[[], str]) -> Generator[None]:
 
 
 def leave_at_once(error: BaseException) -> NoReturn:
-    """Says what happened and ends this process of several without the runtime's goodbye.
+    """Says what happened and ends this process, one of several, without the runtime's shutdown.
 
-    The interpreter's ordinary exit would wait for the other processes, and those wait for this one.
+    The interpreter's ordinary exit would wait for the other processes, which wait for this one.
     """
     if isinstance(error, UserError):
         print(f"trellis: {error}", file=sys.stderr)
@@ -169,8 +170,8 @@ def leave_at_once(error: BaseException) -> NoReturn:
 class Signals:
     """Notes SIGTERM and SIGINT while a run trains, so that it saves a checkpoint before it ends.
 
-    With several processes JAX's preemption service takes the signal of any of them and lets all stop at the same
-    step. A second SIGINT ends the run at once.
+    With several processes, JAX's preemption service takes the signal of any of them and lets all stop at the same step.
+    A second SIGINT ends the run at once.
     """
 
     def __init__(self) -> None:
@@ -205,6 +206,6 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._received is not None and number == signal.SIGINT:
-            keep_interrupts(quiet=True)  # what it tears in other libraries says so with a traceback
+            keep_interrupts(quiet=True)  # libraries that it interrupts print tracebacks
             raise KeyboardInterrupt
         self._received = number

@@ -1,4 +1,4 @@
-"""A run's compiled step, held against its ledger before anybody trusts it."""
+"""Compares a run's compiled step with its ledger before anybody trusts it."""
 
 import time
 from collections.abc import Callable
@@ -18,13 +18,14 @@ from trellis.train.summary import step_program
 class StructureCheck:
     """Matches each program that a run compiles with the ledger of its step, and keeps what it found.
 
-    A fault that is certain ends the run before another step and anything is saved, in all of its processes, unless
-    `guard.structure` is false. A row of the ledger that nothing was found for is told: that a compiler does it in a way
-    that this check does not know is likelier than a wrong program, and `trellis prove` decides between the two.
+    A certain fault ends the run, in all of its processes, before another step is made or anything is saved, unless
+    `guard.structure` is false. A row of the ledger for which nothing was found is only reported: the compiler is more
+    likely to do it in a way that this check does not know than to be wrong, and `trellis prove` decides between the
+    two.
 
     Args:
         assembled: the run.
-        ledger: of its first batches' step.
+        ledger: that of the step for its first batches.
         folder: the run's folder, which gets the program of a fault.
     """
 
@@ -33,7 +34,7 @@ class StructureCheck:
         self.found: list[dict[str, Any]] = []
 
     def __call__(self, program: Any, step: int, last_good: Callable[[], str]) -> str:
-        """What is to be told of a program: one line, or four parts of a fault.
+        """What to report about a program: one line, or the four parts of a fault.
 
         Args:
             program: a `jax.stages.Compiled`.
@@ -41,13 +42,13 @@ class StructureCheck:
             last_good: gives words that name the last good checkpoint.
 
         Raises:
-            ProgramDiffers: it does not do what its types say.
+            ProgramDiffers: the program does not do what its types say.
         """
         try:
             return self._check(program.as_text(), step, last_good)
         except ProgramDiffers:
             raise
-        except Exception as error:  # a form of text that no compiler wrote before, a full disk: no reason to stop
+        except Exception as error:  # text of an unknown form, a full disk: no reason to stop
             return (
                 f"matched  nothing of the ledger with the compiled program: {str(error) or type(error).__name__:.300}"
             )
@@ -77,7 +78,7 @@ class StructureCheck:
         return f"WARNING: {UserError(**fault, where=str(path), fix=fix)}"
 
     def _ledger_at(self, step: int) -> Ledger:
-        """The ledger of a step, whose batch may have another size than the first one's, or another length."""
+        """The ledger of a step, whose batch may differ from the first one in size or length."""
         first, batch = (self._assembled.abstract_batch(at).tokens.shape for at in (0, step))
         same = batch == first and self._assembled.at(step) is self._assembled
         return self._ledger if same else ledger_of(step_program(self._assembled, step))

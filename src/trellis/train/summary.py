@@ -1,4 +1,4 @@
-"""What a run is about to do: model, data, mesh, memory and communication, as plain values and as words."""
+"""A summary of what a run is about to do: model, data, mesh, memory and communication, as plain values and in words."""
 
 import math
 import platform
@@ -20,7 +20,7 @@ from trellis.train.state import kind_of
 
 
 def machine() -> dict[str, Any]:
-    """Where the run runs."""
+    """The machine that the run runs on."""
     from trellis import __version__
 
     devices = jax.devices()
@@ -42,7 +42,7 @@ def machine() -> dict[str, Any]:
 
 
 def arrays(assembled: Assembled) -> list[dict[str, Any]]:
-    """The model's parameters: name, axes with sizes and mesh axes, dtype, bytes in all and on a device."""
+    """The model's parameters: name, axes with sizes and mesh axes, dtype, and bytes in total and on a device."""
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(assembled.abstract.model, is_leaf=is_named):
         if not is_named(leaf):
@@ -65,14 +65,14 @@ def arrays(assembled: Assembled) -> list[dict[str, Any]]:
 
 
 def num_parameters(assembled: Assembled) -> int:
-    """Parameters of the model, without the padding of its vocabulary."""
+    """The number of the model's parameters, without the padding of its vocabulary."""
     true = {"vocab": assembled.run.model.vocab}
     leaves = [x for x in jax.tree.leaves(assembled.abstract.model, is_leaf=is_named) if is_named(x)]
     return sum(math.prod(min(n, true.get(name, n)) for name, n in leaf.shape.items()) for leaf in leaves)
 
 
 def step_program(assembled: Assembled, step: int = 0) -> Program:
-    """A step, traced, which JAX then need not do again: what its ledger and its memory are read from."""
+    """A traced step, from which its ledger and memory are read. JAX need not trace it again."""
     made = assembled.at(step)
     with made.layout:
         return trace(made.step, made.abstract, made.abstract_batch(step), kind_of=kind_of)
@@ -86,9 +86,9 @@ def sections(
     Args:
         assembled: the run.
         memory: bytes of its step on a device, by kind.
-        ledger: what that moves.
-        tokens: tokens of the corpus, where known.
-        filled: which share of the run's positions holds tokens, and not padding.
+        ledger: the ledger of its step.
+        tokens: tokens of the corpus, if known.
+        filled: the share of the run's positions that hold tokens, not padding.
     """
     run, layout = assembled.run, assembled.layout
     return {
@@ -109,7 +109,8 @@ def sections(
 
 
 def ledger_sums(ledger: Ledger) -> dict[str, Any]:
-    """A ledger in short: bytes that a device sends in a step. `auto`: mesh axes along which the types do not say."""
+    """A ledger in short: bytes that a device sends in a step. `auto` lists mesh axes along which the types do not
+    say."""
     return {
         "per_axis": ledger.per_axis(),
         "per_kind": ledger.per_kind(),
@@ -120,13 +121,13 @@ def ledger_sums(ledger: Ledger) -> dict[str, Any]:
 
 
 def lengths(assembled: Assembled, memory: Mapping[int, Mapping[str, int]]) -> list[dict[str, Any]]:
-    """Of each phase of a run whose sequences become longer: its first step, its sequences, and a device's memory.
+    """For each phase of a run whose sequences become longer: its first step, its sequences, and a device's memory.
 
-    Where a phase's batch grows, `later` has the steps from which it has more sequences, and how many.
+    If a phase's batch grows, `later` has the steps from which it has more sequences, and how many.
 
     Args:
         assembled: the run.
-        memory: bytes of a step of each phase on a device, by kind, by its first step.
+        memory: for each phase, by its first step: bytes of a step on a device, by kind.
     """
     found: list[dict[str, Any]] = []
     for step, made in assembled.phases().items():
@@ -172,7 +173,7 @@ def describe(found: Mapping[str, Any]) -> str:
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of a tree of types with shardings on a device."""
+    """The bytes on one device of a tree of types with shardings."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         shape = leaf.sharding.shard_shape(leaf.shape)

@@ -6,15 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-# How a start of a run ends: at its last step; at the step that it was asked for; by a signal; by an error.
+# The ways in which a start of a run ends: at its last step; at a requested step; by a signal; by an error.
 ENDS = ("finished", "paused", "interrupted", "stopped")
 
 
 class Timeline:
-    """`timeline.jsonl`: one object an event, `time` (Unix seconds), `event`, `step`, and what else there is to say.
+    """`timeline.jsonl`: one object for each event, with `time` (Unix seconds), `event`, `step`, and any details.
 
     Args:
-        path: the file, which later starts of the run go on writing; None writes nothing.
+        path: the file, to which later starts of the run add; None writes nothing.
     """
 
     def __init__(self, path: Path | None):
@@ -29,7 +29,7 @@ class Timeline:
     def add(self, event: str, step: int | None, **more: object) -> None:
         """Notes an event: started, resumed, compiled, length, evaluation, checkpoint, slow, or an end (`ENDS`)."""
         if self._path is not None:
-            # A run does not end for want of a note; what it needs to write tells why.
+            # A run does not end because a note failed; the error of something that it must write will tell why.
             with contextlib.suppress(OSError), open(self._path, "a") as file:
                 file.write(json.dumps({"time": time.time(), "event": event, "step": step, **more}) + "\n")
 

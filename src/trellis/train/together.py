@@ -1,4 +1,4 @@
-"""Several processes as one run: that they were started alike, see one folder, and read the same text."""
+"""Checks of several processes of one run: they were started alike, see one folder, and read the same text."""
 
 import collections
 import importlib.metadata
@@ -18,13 +18,13 @@ from trellis.run.folder import told_apart
 from trellis.run.schema import plain
 from trellis.train.distributed import is_first
 
-# Seconds after which a file that another process wrote is there, on file systems that remember what was not.
+# Seconds after which a file that another process wrote is visible, on file systems that cache missing files.
 _SEEN_AFTER = 40.0
 _LIBRARIES = ("jax", "jaxlib", "trellis")
 
 
 def gathered(value: Any) -> list[Any]:
-    """A plain value of every process, in their order. All processes call it, with values of their own."""
+    """A plain value from every process, in their order. All processes call it, each with its own value."""
     from jax.experimental import multihost_utils
 
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -39,12 +39,12 @@ def check_folder(folder: Path, *, wait: float = _SEEN_AFTER, clock: Callable[[],
     """Refuses processes that do not see what the first of them writes into the run's folder.
 
     Args:
-        folder: the run's folder, which is there for the first process.
-        wait: seconds in which a new file becomes visible.
+        folder: the run's folder, which the first process sees.
+        wait: seconds within which a new file becomes visible.
         clock: what tells the time.
 
     Raises:
-        UserError: a process does not see it, in all processes.
+        UserError: a process does not see it; raised in all processes.
     """
     if jax.process_count() == 1:
         return
@@ -72,10 +72,10 @@ def check_folder(folder: Path, *, wait: float = _SEEN_AFTER, clock: Callable[[],
 
 
 def check_devices() -> None:
-    """Refuses processes that have other numbers of devices than the first.
+    """Refuses processes that differ in their number of devices.
 
     Raises:
-        UserError: a process differs, in all processes, each of which sees the devices of all.
+        UserError: a process differs; raised in all processes, each of which sees the devices of all.
     """
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
@@ -89,10 +89,10 @@ def check_devices() -> None:
 
 
 def check_alike(run: Run) -> None:
-    """Refuses processes that were started with other options or versions than the first.
+    """Refuses processes that were started with options or versions other than the first's.
 
     Raises:
-        UserError: a process differs, in all processes.
+        UserError: a process differs; raised in all processes.
     """
     if jax.process_count() == 1:
         return
@@ -110,13 +110,13 @@ def check_alike(run: Run) -> None:
 
 
 def check_text(identities: dict[str, dict]) -> None:
-    """Refuses processes that read other text than the first.
+    """Refuses processes that read a text other than the first's.
 
     Args:
-        identities: of the stores, by name.
+        identities: those of the stores, by name.
 
     Raises:
-        UserError: a process differs, in all processes.
+        UserError: a process differs; raised in all processes.
     """
     if jax.process_count() == 1:
         return

@@ -16,10 +16,10 @@ class Tracker(Protocol):
     """Takes a run's lines and texts. A new tracker is these three methods and a name in `open_trackers`."""
 
     def log(self, line: Line) -> None:
-        """One line: `step` and the numbers of that step; None where a number is not known or not finite."""
+        """Takes one line: `step` and the numbers of that step; None if a number is not known or not finite."""
 
     def text(self, name: str, step: int, text: str) -> None:
-        """A text that belongs to a step, such as a sample."""
+        """Takes a text that belongs to a step, such as a sample."""
 
     def close(self) -> None:
         """Writes what is left."""
@@ -29,8 +29,8 @@ class JsonLines:
     """`metrics.jsonl`: one object a line, each on disk when `log` returns; and `samples.jsonl` beside it.
 
     Args:
-        path: the file; lines of steps after `step` are cut off, a half-written last line too.
-        step: the step that the run goes on from; 0 begins anew.
+        path: the file; lines of steps after `step` are cut off, as is a half-written last line.
+        step: the step that the run resumes from; 0 begins anew.
     """
 
     def __init__(self, path: Path, step: int = 0):
@@ -53,7 +53,7 @@ class JsonLines:
 
 
 def _cut(path: Path, step: int) -> None:
-    """Leaves only the lines up to `step`."""
+    """Keeps only the lines up to `step`."""
     if path.exists():
         write_whole(path, "".join(json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step))
 
@@ -101,7 +101,7 @@ class WandB:
     otherwise. Needs the extra `wandb`.
 
     Args:
-        folder: the run's folder, whose name becomes the run's. A resumed run goes on under the same id.
+        folder: the run's folder, whose name becomes the run's. A resumed run keeps the same id.
         config: the resolved run, as plain values.
     """
 
@@ -135,12 +135,12 @@ class WandB:
 def open_trackers(
     names: Sequence[str], folder: Path, *, step: int = 0, config: Mapping[str, Any] | None = None
 ) -> list[Tracker]:
-    """The trackers of a run: JSON lines, and those named (`tensorboard`, `wandb`).
+    """The trackers of a run: JSON lines, and those that are named (`tensorboard`, `wandb`).
 
     Args:
         names: the extra ones.
         folder: the run's folder.
-        step: the step that the run goes on from.
+        step: the step that the run resumes from.
         config: the resolved run, as plain values.
     """
     known = {"tensorboard": lambda: TensorBoard(folder / "tensorboard", step), "wandb": lambda: WandB(folder, config)}

@@ -1,4 +1,4 @@
-"""Deadlines: a step that does not end is found, told with what every process was doing, and ends the run."""
+"""Deadlines: a step that does not end is detected, reported with what every process was doing, and ends the run."""
 
 import contextlib
 import faulthandler
@@ -19,33 +19,34 @@ from trellis.run.config import DeadlineRule
 from trellis.train.drain import Record
 from trellis.train.stopping import RunStopped, leave_at_once
 
-# From how many steps on their median counts, and over how many it is taken.
+# The median counts from the first number of steps on, and is taken over at most the second.
 _FEWEST, _MOST = 3, 100
-# How often a deadline is looked at: so many times within it, and at least once in so many seconds.
+# How often a deadline is checked: this many times within it, and at least once in this many seconds.
 _LOOKS, _LONGEST = 8, 15.0
-# What is not a step may take so many deadlines.
+# Anything that is not a step may take this many deadlines.
 _PATIENCE = 10
-# From which share of a step's time on that its devices have nothing to do a process is slow.
+# A process is slow if its devices have nothing to do for more than this share of a step's time.
 _SLOW = 0.2
-# Looks between the finding and the end, in which the other processes write what they know.
+# Checks between the detection and the end, in which the other processes write what they know.
 _GRACE = 4
-# How many more the first process waits, so that the others can leave before it.
+# How many more of them the first process waits, so that the others can leave before it.
 _LAST = 3
 
 
 class Watchdog:
     """A thread that ends a run whose step takes longer than its deadline, a multiple of the median of the steps so far.
 
-    Time counts in turns of this thread: while a process is stopped, or a machine sleeps, none of it passes. What is not
-    a step (evaluating, saving, compiling another step) may take ten deadlines. In the run's folder, `watch/` holds what
-    each process of several is doing, and, once a step is late, the Python stacks of each that can still write them.
+    Time is counted in turns of this thread, so none passes while a process is stopped or a machine sleeps. Anything
+    that is not a step (evaluating, saving, compiling another step) may take ten deadlines. With several processes,
+    `watch/` in the run's folder holds what each is doing, and, once a step is late, the Python stacks of each that can
+    still write them.
 
     Args:
-        rule: the run's.
+        rule: the run's rule.
         folder: the run's folder, which all processes see.
         last_good: gives words that name the last good checkpoint.
-        first_collective: words for what a step's first collective is, where that is known.
-        noted: told an event, and what about it: "stopped", or "slow" where devices wait for a process of several.
+        first_collective: words for a step's first collective, if it is known.
+        noted: takes an event and its reason: "stopped", or "slow" if devices wait for one process of several.
     """
 
     def __init__(
@@ -60,17 +61,17 @@ class Watchdog:
         self._rule, self._folder, self._last_good = rule, folder / "watch", last_good
         self._first, self._noted = first_collective, noted
         self._process, self._processes = jax.process_index(), jax.process_count()
-        self._paces: deque[float] = deque(maxlen=_MOST)  # seconds of the last steps, and of them without work
+        self._paces: deque[float] = deque(maxlen=_MOST)  # seconds of the last steps, and those without work
         self._idle: deque[float] = deque(maxlen=_MOST)
         self._slow: list[int] = []
         self._lock = threading.RLock()
         self._finished = self._dispatched = self._ticks = 0
         self._spent, self._excused, self._doing = 0.0, True, "starts"
-        self._compiles = True  # the first step, which is none of the others' kind
+        self._compiles = True  # the first step, which is unlike the others
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if rule.factor is not None:
-            self._calls = self._call()  # of an earlier start of the run
+            self._calls = self._call()  # left by an earlier start of the run
             self._thread = threading.Thread(target=self._watch, name="deadlines", daemon=True)
             self._thread.start()
 
@@ -79,7 +80,7 @@ class Watchdog:
 
         Args:
             what: a predicate, as in `waits for the batch of step 7`.
-            dispatched: how many steps have been handed to the devices, where that changed.
+            dispatched: how many steps have been handed to the devices, if that changed.
         """
         with self._lock:
             self._doing, self._excused = what, False
@@ -87,7 +88,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def excused(self, what: str) -> Generator[None]:
-        """Within it the run does what is no step."""
+        """Within it, the run does something that is not a step."""
         with self._lock:
             before = self._doing, self._excused
             self._doing, self._excused, self._spent = what, True, 0.0
@@ -98,7 +99,7 @@ class Watchdog:
                 (self._doing, self._excused), self._spent = before, 0.0
 
     def finished(self, record: Record) -> None:
-        """Notes that the devices finished a step, or what was added for it; its deadline is the next step's affair."""
+        """Notes that the devices finished a step, or what was added for it; the next step's deadline begins."""
         with self._lock:
             if record.step > self._finished and not self._compiles:
                 self._paces.append(record.seconds)
@@ -110,7 +111,7 @@ class Watchdog:
             self._finished, self._spent = record.step, 0.0
 
     def forget(self) -> None:
-        """Leaves the steps so far out of the median: those that follow are of another kind."""
+        """Leaves the steps so far out of the median, since those that follow are of another kind."""
         with self._lock:
             self._paces.clear()
             self._idle.clear()
@@ -118,7 +119,7 @@ class Watchdog:
 
     @property
     def deadline(self) -> float | None:
-        """Seconds that a step may take; None as long as too few have been made."""
+        """Seconds that a step may take; None while too few steps have been made."""
         with self._lock:
             if self._rule.factor is None or len(self._paces) < _FEWEST:
                 return None
@@ -139,7 +140,7 @@ class Watchdog:
                 self._name_slow(self._states())
 
     def _name_slow(self, states: dict[int, dict]) -> None:
-        """Notes processes whose devices wait for them: for data, or for the next step. All others wait for these."""
+        """Notes the processes whose devices wait for data, or for the next step. All other processes wait for these."""
         share = {p: state["idle"] / state["pace"] for p, state in states.items() if state.get("pace")}
         others = lambda p: statistics.median([idle for other, idle in share.items() if other != p] or [0.0])
         slow = [p for p, idle in share.items() if idle > _SLOW and idle > 2 * others(p)]
@@ -152,7 +153,7 @@ class Watchdog:
         return min((self.deadline or self._rule.seconds) / _LOOKS, _LONGEST)
 
     def _tick(self) -> bool:
-        """One turn: whether the step under way is late."""
+        """Takes one turn, and returns whether the step under way is late."""
         with self._lock:
             self._ticks += 1
             self._spent += self._interval()
@@ -177,10 +178,10 @@ class Watchdog:
             before = self._states()
             self._turn(_GRACE)
             found = f"; {self._who(before, self._states(), step)}"
-            if self._process == 0:  # JAX's runtime lives in it, and ends the others with it
+            if self._process == 0:  # JAX's runtime runs in it, and its end would end the others
                 self._turn(_LAST)
         if self._finished >= step:
-            return  # it was late, and the run goes on
+            return  # the step was late, and the run continues
         median = duration(statistics.median(self._paces)) if self._paces else "unknown"
         error = RunStopped(
             "A step ends within its deadline.",
@@ -195,13 +196,13 @@ class Watchdog:
         leave_at_once(error)
 
     def _turn(self, turns: int) -> None:
-        """Goes on to say what this process does. The loop may fail meanwhile, as others leave: it waits for the end."""
+        """Keeps reporting what this process does. A loop that fails meanwhile, as others leave, waits for the end."""
         for _ in range(turns):
             time.sleep(self._interval())
             self._tick()
 
     def _who(self, before: dict[int, dict], now: dict[int, dict], step: int) -> str:
-        """Which processes are behind: those that write no more, else those that handed over the fewest steps."""
+        """Which processes are behind: those that no longer write, else those that handed over the fewest steps."""
         name = lambda p: f"process {p}" + (f" on {now[p]['host']}" if p in now else "")
         silent = [p for p in range(self._processes) if now.get(p, {}).get("ticks") == before.get(p, {}).get("ticks")]
         if silent:
@@ -224,7 +225,7 @@ class Watchdog:
         return found
 
     def _call(self) -> str | None:
-        """What the process that noticed a late step first wrote for the others."""
+        """What the process that first noticed a late step wrote for the others."""
         try:
             return (self._folder / "late").read_text()
         except OSError:
@@ -232,7 +233,7 @@ class Watchdog:
 
     def _write(self, name: str, text: str) -> None:
         part = self._folder / f".{name}.{self._process}.part"
-        with contextlib.suppress(OSError):  # a run does not end for want of a note
+        with contextlib.suppress(OSError):  # a run does not end because a note failed
             self._folder.mkdir(exist_ok=True)
             part.write_text(text)
             os.replace(part, self._folder / name)

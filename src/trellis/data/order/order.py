@@ -14,10 +14,9 @@ _ROWS, _BLOCKS, _WINDOW = 1, 2, 3  # what a key is for, so that no two permutati
 class Shuffle:
     """How the rows of an epoch are shuffled.
 
-    With no `block` all rows are permuted together. With a `block`, blocks of that many consecutive rows are
-    permuted; then `window` blocks at a time have all their rows permuted among each other. Reading then touches
-    `window` blocks at a time, so that object stores are read in whole chunks. Rows after the last whole block
-    come last in every epoch.
+    With no `block` all rows are permuted together. With a `block`, blocks of that many consecutive rows are permuted;
+    then the rows of `window` blocks at a time are permuted among each other. Reading touches `window` blocks at a time,
+    so that object stores are read in whole chunks. Rows after the last whole block come last in every epoch.
 
     With `in_order` the blocks keep their order in the store and only the rows inside a window move. That order
     does not depend on the number of rows, so it can start on a store that is still being written.
@@ -45,7 +44,7 @@ class Shuffle:
 
     @property
     def rows(self) -> int:
-        """Rows of a window."""
+        """The number of rows of a window."""
         assert self.block is not None  # all rows are one window
         return self.block * self.window
 
@@ -58,7 +57,7 @@ class Shuffle:
 class Order:
     """Rows of an endless sequence of epochs: position `epoch * num_rows + i` holds `row(epoch, i)`.
 
-    Every epoch is a permutation of the rows, and another one.
+    Every epoch is a different permutation of the rows.
 
     >>> order = Order(5, seed=0, shuffle=None)
     >>> order.rows(np.arange(7)).tolist()
@@ -91,8 +90,7 @@ class Order:
 def windowed(within: np.ndarray, num_rows: int | None, seed: int, epoch: int, shuffle: Shuffle) -> np.ndarray:
     """The rows at positions `within` an epoch under a blocked shuffle.
 
-    `num_rows` may be None (not known yet) where the shuffle keeps blocks in order and the positions lie in whole
-    windows.
+    `num_rows` may be None (not known yet) if the shuffle keeps blocks in order and the positions are in whole windows.
     """
     block, window = shuffle.rows // shuffle.window, shuffle.rows
     out = np.empty_like(within)

@@ -1,4 +1,4 @@
-"""Rows of a fixed length out of a token store: concatenated and cut, whole documents packed, or padded."""
+"""Rows of a fixed length from a token store: concatenated and cut, or whole documents, packed or padded."""
 
 import dataclasses
 
@@ -13,13 +13,13 @@ PACK_DOCUMENTS = 1 << 14  # documents that are packed among each other
 
 
 def pick(batches: list[Batch], rows: np.ndarray) -> Batch:
-    """The given rows of several batches put one after the other."""
+    """The given rows of the concatenation of several batches."""
     fields = [f.name for f in dataclasses.fields(Batch)]
     return Batch(**{name: np.concatenate([np.asarray(getattr(b, name)) for b in batches])[rows] for name in fields})
 
 
 def padding(rows: int, sequence_length: int) -> Batch:
-    """Rows of nothing but padding."""
+    """Rows that are all padding."""
     zeros = np.zeros((rows, sequence_length), np.int32)
     return Batch(tokens=zeros, targets=zeros, loss_mask=zeros.astype(np.float32), segment_ids=zeros, positions=zeros)
 
@@ -35,7 +35,7 @@ class ChunkRows:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the tokens that are there now."""
+        """The number of rows that the tokens written so far make."""
         whole, rest = divmod(self.store.num_tokens, self.sequence_length)
         return whole + (1 if rest and self.store.complete else 0)
 
@@ -52,7 +52,7 @@ class ChunkRows:
     def read(self, rows: np.ndarray) -> Batch:
         """The given rows (`i64["batch"]`)."""
         length = self.sequence_length
-        # Pieces of a longer row, the last one's, may lie past the end.
+        # The last pieces of a longer row may lie past the end.
         begins = np.minimum(np.asarray(rows, np.int64) * length, self.store.num_tokens)
         inputs, targets, starts = self.store.shifted(begins, length)
         starts[:, 0] = True
@@ -72,9 +72,9 @@ class ChunkRows:
 class PieceRows:
     """Whole documents in rows: one to a row ("pad"), or several by best fit ("best_fit").
 
-    A document longer than a row is cut into pieces of a row each and a rest. "best_fit" packs the pieces of
-    `PACK_DOCUMENTS` documents at a time: the longest first, each into the fullest row that still holds it, else
-    into a new one; among rows and pieces alike the earlier one. Opening reads the offset of every document once, and
+    A document longer than a row is cut into pieces of a whole row and a rest. "best_fit" packs the pieces of
+    `PACK_DOCUMENTS` documents at a time: the longest first, each into the fullest row that has room for it, else into a
+    new one; among equal rows or pieces the earlier comes first. Opening reads the offset of every document once, and
     keeps 24 bytes for each piece.
     """
 
@@ -157,7 +157,7 @@ def open_rows(store: TokenStore, sequence_length: int, packing: str) -> ChunkRow
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best-fit decreasing: pieces in the order in which rows hold them, and the number of pieces in each row.
+    """Best-fit decreasing: the pieces in the order in which rows hold them, and the number of pieces in each row.
 
     Args:
         lengths: `i64["pieces"]`, each from 1 to `capacity`.
@@ -171,7 +171,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     """
     rows: list[list[int]] = []
     room_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by room left, latest first
-    rooms = 0  # bit r is set where some row has r left
+    rooms = 0  # bit r is set if some row has r left
     for piece in np.argsort(-lengths, kind="stable"):
         length = int(lengths[piece])
         fitting = rooms >> length
@@ -195,7 +195,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _pieces(offsets, capacity):
-    """Documents cut into pieces of at most `capacity` tokens: where each begins, and its length."""
+    """Documents cut into pieces of at most `capacity` tokens: where each piece begins, and its length."""
     lengths = np.diff(offsets)
     counts = -(-lengths // capacity)
     document = np.repeat(np.arange(len(lengths)), counts)

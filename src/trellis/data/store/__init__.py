@@ -1,1 +1,1 @@
-"""Token stores: every token of a corpus, any range or document of it one read away; and the formats of others."""
+"""Token stores: every token of a corpus, with any range or document one read away; and other projects' formats."""

@@ -1,4 +1,4 @@
-"""Token streams in .bin files: nanoGPT's (nothing but tokens) and Megatron's (with an .idx of documents beside)."""
+"""Token streams in .bin files: nanoGPT's (nothing but tokens) and Megatron's (beside an .idx of documents)."""
 
 import functools
 import os
@@ -21,7 +21,7 @@ _TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 class BinStore(TokenStore):
     """nanoGPT's .bin: tokens one after the other, each document followed by its end.
 
-    The file says neither its type nor its vocabulary; by default they are GPT-2's.
+    The file does not record its type or its vocabulary; by default they are GPT-2's.
     """
 
     def __init__(self, url: str, *, dtype="uint16", vocab_size: int = GPT2_VOCABULARY, end_of_document: int = GPT2_END):
@@ -52,7 +52,7 @@ class BinStore(TokenStore):
 
     @functools.cached_property
     def _offsets(self) -> np.ndarray:
-        """Found by one pass over the file."""
+        """The offsets of documents, found by one pass over the file."""
         ends = [
             np.flatnonzero(self._stream[at : at + SCAN_TOKENS] == self.end_of_document) + at + 1
             for at in range(0, self.num_tokens, SCAN_TOKENS)
@@ -69,7 +69,7 @@ class BinStore(TokenStore):
 
 
 class MegatronStore(OffsetStore):
-    """Megatron-LM's .bin with its .idx. A document is one or more of its sequences, as the index says."""
+    """Megatron-LM's .bin with its .idx. By the index, a document is one or more sequences."""
 
     def __init__(self, url: str):
         self.url = url
@@ -120,9 +120,9 @@ def _map(path, dtype):
 
 
 def write_bin(store: TokenStore, path: str, *, index: bool) -> None:
-    """The tokens of a store as a .bin; with `index` also Megatron's .idx, a sequence and a document each.
+    """Writes a store's tokens as a .bin; with `index` also Megatron's .idx, each document being one sequence.
 
-    The type is u16 where the vocabulary fits, else i32 (Megatron) or u32.
+    The type is u16 if the vocabulary fits, else i32 (Megatron) or u32.
     """
     if not path.endswith(".bin"):
         raise UserError("A .bin file is called so.", seen=path, where="OUT", fix=f"write to {path}.bin")

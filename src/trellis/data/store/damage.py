@@ -1,4 +1,4 @@
-"""Damage in a store, chunk by chunk, and the documents in it."""
+"""Damage in a store, chunk by chunk, and the documents that it affects."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from trellis.data.store.zarray import ArrayReader, DamagedChunk
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Damage:
-    """A chunk that is not as it was written, and the documents that reach into it (first and last, or None)."""
+    """A chunk that is not as it was written, and the first and last document that reach into it, or None."""
 
     chunk: str
     problem: str
@@ -60,7 +60,7 @@ def _not_rising(store, array, index):
 
 
 def _ends(store):
-    """Every document ends in the end-of-document id."""
+    """Checks that every document ends in the end-of-document id."""
     step = store.arrays["offsets"].chunk
     for first in range(0, store.num_documents, step):
         offsets = store.offsets(first, min(first + step, store.num_documents) + 1)

@@ -1,4 +1,4 @@
-"""What a store holds, in a few words: that a run goes on with the text that it began with."""
+"""Identities of stores, which show that a run continues with the text that it began with."""
 
 import hashlib
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import numpy as np
 from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
-# Tokens of a span that is looked at, and how many spans there are.
+# The tokens of a span that is read, and the number of spans.
 SPAN, SPANS = 1024, 5
 
 
@@ -17,10 +17,10 @@ def identity(store: TokenStore) -> dict[str, Any]:
     """Counts of a store, and digests of its first tokens and of spans spread over all of them.
 
     Args:
-        store: of any format. Of one that is still being written only the first tokens are said to stay.
+        store: a store of any format. For one that is still being written, only the first tokens are certain to stay.
 
     Returns:
-        Plain values: `first`, and of a complete store `tokens`, `documents` and `spans`.
+        Plain values: `first`, and for a complete store `tokens`, `documents` and `spans`.
     """
     count = store.num_tokens
     first = _digest(store.tokens(0, min(SPAN, count)))
@@ -39,15 +39,15 @@ def _digest(*parts: np.ndarray) -> str:
 
 
 def check_identities(before: Mapping[str, Mapping], now: Mapping[str, Mapping], urls: Mapping[str, str]) -> None:
-    """Refuses a store that holds something else than it did.
+    """Refuses a store that holds something other than it did.
 
     Args:
         before: identities of the stores of a run by name, as a checkpoint has them.
-        now: those of today.
+        now: the current ones.
         urls: where the stores are, by name.
 
     Raises:
-        UserError: one differs in something that both say.
+        UserError: a store's two identities differ in something that both contain.
     """
     for name in before.keys() & now.keys():
         differ = [what for what in before[name].keys() & now[name].keys() if before[name][what] != now[name][what]]

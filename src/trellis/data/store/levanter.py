@@ -1,6 +1,6 @@
 """Levanter's token caches: a jagged array of `input_ids` in two Zarr arrays, `offsets` and `data`.
 
-As written by levanter.store.JaggedArrayStore: both are larger than what they hold; `offsets[0]` is the number of
+As levanter.store.JaggedArrayStore writes them, both are larger than what they hold; `offsets[0]` is the number of
 documents and `offsets[i]` the end of document i (from 1).
 """
 
@@ -13,12 +13,12 @@ from trellis.data.store.offsets import OffsetStore
 from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
-LENGTH = 2**54  # of both arrays
+LENGTH = 2**54  # the length of both arrays
 CHUNK, SHARD = 1 << 18, 1 << 24
 
 
 class LevanterStore(OffsetStore):
-    """One split of a Levanter cache, the folder that holds `input_ids`. Its vocabulary size is found by a pass."""
+    """One split of a Levanter cache: the folder that holds `input_ids`. The vocabulary size is found by one pass."""
 
     def __init__(self, url: str):
         import zarr

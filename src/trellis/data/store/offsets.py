@@ -1,4 +1,4 @@
-"""Token stores of other projects that hold the offsets of their documents."""
+"""Token stores in other projects' formats that hold the offsets of their documents."""
 
 import numpy as np
 

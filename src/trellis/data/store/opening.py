@@ -1,4 +1,4 @@
-"""Opens a token store of any format, by what lies at a path, and writes one in the formats of other projects."""
+"""Opens a token store of any format, recognized by what is at a path, and writes one in other projects' formats."""
 
 import os
 
@@ -14,13 +14,13 @@ from trellis.errors import UserError
 def open_store(
     url: str | os.PathLike, *, growing: bool = False, check: bool | None = None, keep: int = 0
 ) -> TokenStore:
-    """A token store: Trellis's own, or a format it reads (seqax, nanoGPT, Megatron, Levanter).
+    """Opens a token store: Trellis's own, or one in a format that it reads (seqax, nanoGPT, Megatron, Levanter).
 
     Args:
         url: where it is, local or remote.
         growing: accept a store that is still being written.
         check: compare the checksum of each chunk when it is first read; None does so for local stores up to 1 GiB.
-        keep: read whole chunks, and keep so many of them in memory. For stores on a server: with
+        keep: read whole chunks, and keep this many of them in memory. For stores on a server: with
             `Shuffle(block=rows of a chunk, window=w)` keep two times w, and every chunk is fetched once an epoch.
 
     Raises:
@@ -31,7 +31,7 @@ def open_store(
 
 
 def _foreign(url: str) -> TokenStore | None:
-    """The store at a path if it has another project's format, else None."""
+    """The store at a path if it is in another project's format, else None."""
     if url.endswith(".bin"):
         with_index = not is_remote(url) and os.path.exists(url[:-4] + ".idx")
         return MegatronStore(url) if with_index else BinStore(url)
@@ -60,8 +60,8 @@ def convert(store: TokenStore, out: str, *, to: str, split: str = "train") -> No
         store: what to write.
         out: the folder ("seqax", "levanter"), or the .bin file ("nanogpt", "megatron"; the latter writes the .idx
             beside it).
-        to: one of these.
-        split: seqax only, the group inside `out`.
+        to: one of these formats.
+        split: the group inside `out`, for seqax only.
     """
     match to:
         case "seqax":

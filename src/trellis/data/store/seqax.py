@@ -1,7 +1,7 @@
 """seqax's flat-tokens: a Zarr group of `encoded_tokens` (id * 2, plus 1 at a document's start) and `seq_starts`.
 
-The specification is docs/flat-tokens.md of MatX-inc/seqax. Documents have no end token there; before a document's first
-token a model reads 0.
+The specification is docs/flat-tokens.md of MatX-inc/seqax. Documents have no end token; before a document's first token
+a model reads 0.
 """
 
 import collections
@@ -76,8 +76,8 @@ class FlatTokens(TokenStore):
 
 
 def write_flat_tokens(store: TokenStore, path: str, *, split: str) -> None:
-    """Writes a store as the flat-tokens array `split` of the dataset at `path`; its end-of-document ids are left
-    out, as the format asks."""
+    """Writes a store as the flat-tokens array `split` of the dataset at `path`; its end-of-document ids are left out,
+    as the format requires."""
     import numcodecs
     import zarr
 
@@ -85,7 +85,7 @@ def write_flat_tokens(store: TokenStore, path: str, *, split: str) -> None:
         raise UserError(
             "A flat-tokens dataset has two splits.", seen=split, where="--split", fix="use train or validation"
         )
-    drop = 1 if isinstance(store, Store) else 0  # the end of each document
+    drop = 1 if isinstance(store, Store) else 0  # leaves out the end of each document
     blosc = numcodecs.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.Blosc.BITSHUFFLE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -13,8 +13,8 @@ from trellis.data.tokenizer import Tokenizer
 from trellis.errors import UserError
 
 FORMAT, VERSION = "trellis-tokens", 1
-REQUESTS_AT_ONCE = 32  # to the server of a remote store
-CHECK_UP_TO = 1 << 30  # bytes of tokens; larger stores are checked by `trellis data verify` alone
+REQUESTS_AT_ONCE = 32  # requests to the server of a remote store
+CHECK_UP_TO = 1 << 30  # bytes of tokens; larger stores are checked only by `trellis data verify`
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -165,5 +165,5 @@ class Store(TokenStore):
             list(pool.map(function, range(count)))
 
     def sources(self) -> list[dict]:
-        """The input files in order: name, size in bytes (None where unknown)."""
+        """The input files in order: name, size in bytes (None if unknown)."""
         return json.loads(self._folder.read("sources.json"))["files"]

@@ -1,4 +1,4 @@
-"""What is in a store: counts, document lengths, samples."""
+"""A summary of a store: counts, document lengths, samples."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from trellis.data.store.store import Store
 from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
-HISTOGRAM_DOCUMENTS = 1 << 20  # larger stores are sampled: as many documents, in 64 evenly spread runs
+HISTOGRAM_DOCUMENTS = 1 << 20  # larger stores are sampled: this many documents, in 64 evenly spread runs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Summary:
 
 
 def summarize(store: TokenStore, *, samples: int = 3) -> Summary:
-    """Counts, a histogram of document lengths in powers of two, and decoded documents evenly spread."""
+    """Counts, a histogram of document lengths in powers of two, and evenly spread decoded documents."""
     counts = {
         "store": store.url,
         "complete": store.complete,

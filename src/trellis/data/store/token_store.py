@@ -1,4 +1,4 @@
-"""What every kind of token store offers."""
+"""The interface of every kind of token store."""
 
 import math
 import time
@@ -11,16 +11,16 @@ from trellis.errors import UserError
 
 
 class TokenStore:
-    """What every kind of token store offers; a subclass reads one format.
+    """The interface of every kind of token store; a subclass reads one format.
 
     Attributes:
         url: where it is.
         num_tokens, num_documents, vocab_size: counts.
         start_token: the id a model reads before the first token of a document.
-        text_bytes: UTF-8 bytes of text that the tokens stand for, or None where the format does not say.
+        text_bytes: UTF-8 bytes of text that the tokens stand for, or None if the format does not say.
         complete: False while the store is being written.
-        has_loss_mask: some tokens do not count in the loss.
-        tokenizer_sha256: which tokenizer made the tokens, or None where the format does not say.
+        has_loss_mask: whether some tokens do not count in the loss.
+        tokenizer_sha256: which tokenizer made the tokens, or None if the format does not say.
     """
 
     url: str
@@ -67,15 +67,15 @@ class TokenStore:
         )
 
     def refresh(self) -> None:
-        """Looks again how far a store that is still being written has come."""
+        """Checks again how far a store that is still being written has come."""
 
     def each(self, function: Callable[[int], None], count: int) -> None:
-        """`function` of 0..count-1: one after the other, or many at once where reads have to wait for a server."""
+        """Calls `function` with 0..count-1: one after the other, or many at once if reads have to wait for a server."""
         for i in range(count):
             function(i)
 
     def document(self, i: int) -> np.ndarray:
-        """The tokens of document `i`, its end included."""
+        """The tokens of document `i`, including its end."""
         if not 0 <= i < self.num_documents:
             raise IndexError(f"document {i} of {self.num_documents}")
         start, stop = self.offsets(i, i + 2)
@@ -83,7 +83,7 @@ class TokenStore:
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text a token stands for, on average: nats per token / ln 2 / this are bits per byte."""
+        """UTF-8 bytes of text that a token stands for, on average: nats per token / ln 2 / this are bits per byte."""
         return self.text_bytes / self.num_tokens if self.text_bytes and self.num_tokens else math.nan
 
     def wait_for(self, num_tokens: int, *, timeout: float = 600.0, poll: float = 0.5) -> None:

@@ -1,4 +1,4 @@
-"""Writing a token store so that killing the writer at any moment loses nothing and doubles nothing.
+"""Writes a token store in such a way that killing the writer at any moment loses nothing and doubles nothing.
 
 The group's zarr.json is the one point of commitment: it is replaced atomically, after everything that it counts is
 stored. Arrays may hold more than it says; the surplus is written again, with the same values, by the next run.
@@ -24,8 +24,8 @@ class StoreWriter:
 
     Attributes:
         cursor: where the next block starts: file index, position in it, number of the line or record.
-        finished: the store is complete already.
-        tokenizer: the tokenizer that an earlier run settled on, or None.
+        finished: whether the store is already complete.
+        tokenizer: the tokenizer that an earlier run decided on, or None.
     """
 
     def __init__(self, folder: Folder, recipe: str, stamps: str):
@@ -95,7 +95,7 @@ class StoreWriter:
     def describe(
         self, tokenizer: Tokenizer, *, chunk_tokens: int, chunk_offsets: int, has_loss_mask: bool, files: list[dict]
     ) -> None:
-        """Settle what the store holds. Nothing is written before the first document."""
+        """Decides what the store holds. Nothing is written before the first document."""
         self.tokenizer, self._source_files = tokenizer, files
         self.dtype = smallest_dtype(tokenizer.vocab_size)
         self._about = {
@@ -209,7 +209,7 @@ class StoreWriter:
 
 @contextlib.contextmanager
 def writer_lock(folder: Folder, *, wait: bool = False):
-    """Hold a local store for one writer, waiting for another if asked; a killed writer's hold ends with it."""
+    """Locks a local store for one writer, waiting for another if asked; a killed writer's lock ends with it."""
     if folder.remote or os.name != "posix":
         yield
         return
@@ -239,7 +239,7 @@ def writer_lock(folder: Folder, *, wait: bool = False):
             ) from error
         if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
             break
-        file.close()  # the writer before us has removed the file that we waited for
+        file.close()  # the previous writer removed the file that we waited for
     with file:
         try:
             yield

@@ -1,7 +1,7 @@
 """One-dimensional Zarr version 3 arrays of plain chunks: numbers in little-endian order, then their CRC-32C.
 
-With these codecs ("bytes", then "crc32c") a chunk file is the numbers themselves, so any range of elements is a
-range of bytes, one read or one request away, and any Zarr reader still opens and checks the array.
+With these codecs ("bytes", then "crc32c") a chunk file is the numbers themselves, so any range of elements is a range
+of bytes, one read or one request away, and any Zarr reader can still open and check the array.
 """
 
 import collections
@@ -19,7 +19,7 @@ Folder = LocalFolder | RemoteFolder
 
 
 def crc32c(data: bytes) -> int:
-    """The CRC-32C (RFC 3720, appendix B.4) of some bytes."""
+    """The CRC-32C (RFC 3720, appendix B.4) of the given bytes."""
     import google_crc32c
 
     return google_crc32c.value(data)
@@ -52,7 +52,7 @@ def _json(value):
 
 
 def read_metadata(folder: Folder, name: str) -> dict:
-    """The zarr.json called `name` of a folder.
+    """The zarr.json called `name` in a folder.
 
     Raises:
         UserError: it is missing or is not JSON.
@@ -82,7 +82,7 @@ def read_metadata(folder: Folder, name: str) -> dict:
 
 
 class ArrayWriter:
-    """Appends to a plain array. Whole chunks are written once; the last, partial one again at every commit."""
+    """Appends to a plain array. Whole chunks are written once, the last, partial one again at every commit."""
 
     def __init__(self, folder: Folder, name: str, dtype, chunk: int):
         self._folder, self._name, self._chunk = folder, name, chunk
@@ -125,11 +125,11 @@ class ArrayWriter:
 
 
 class ArrayReader:
-    """Reads ranges of a plain array: one read of exactly those bytes a chunk touched, nothing kept.
+    """Reads ranges of a plain array: one read of exactly those bytes for each chunk it touches, nothing kept.
 
     Args:
-        check: read a chunk whole and compare its checksum the first time it is touched.
-        keep: read chunks whole, checked, and keep so many of them in memory. For remote folders, with a shuffle that
+        check: read a chunk whole and compare its checksum when it is first touched.
+        keep: read chunks whole, checked, and keep this many of them in memory. For remote folders, with a shuffle that
             stays in a few chunks for a while.
     """
 
@@ -157,7 +157,7 @@ class ArrayReader:
         return -(-self.length // self.chunk)
 
     def chunk_values(self, index: int) -> np.ndarray:
-        """A whole chunk, its size and checksum compared."""
+        """A whole chunk, whose size and checksum have been checked."""
         data = self._fetch(index)
         expected = self.chunk * self._stored.itemsize + 4
         if len(data) != expected:
@@ -169,7 +169,7 @@ class ArrayReader:
 
     def _part(self, index, start, stop):
         if self._kept is not None and (stop - start > 1 or index in self._kept):
-            return self._kept(index)[start:stop]  # the one token before a row is not worth a chunk
+            return self._kept(index)[start:stop]  # the one token before a row is not worth reading a chunk
         if self._check and index not in self._checked:
             values = self.chunk_values(index)
             self._checked.add(index)
@@ -191,7 +191,7 @@ class ArrayReader:
 
 
 class _Kept:
-    """The latest `size` results of a function; threads that ask for the same one at once wait for one call."""
+    """The latest `size` results of a function; threads that ask for the same result at once wait for one call."""
 
     def __init__(self, function, size: int):
         self._function, self._size, self._lock = function, size, threading.Lock()

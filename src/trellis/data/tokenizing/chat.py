@@ -1,4 +1,4 @@
-"""Conversations as tokens, with the loss on the assistant's turns alone."""
+"""Conversations as tokens, with the loss only on the assistant's turns."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def turn_texts(role: str) -> tuple[str, str]:
-    """What stands before and after a message (ChatML).
+    """The text before and after a message (ChatML).
 
     >>> turn_texts("user")
     ('<|im_start|>user\\n', '<|im_end|>\\n')
@@ -37,8 +37,8 @@ def encode_messages(messages: list[dict], encode, encode_markup) -> tuple[np.nda
     An assistant's message counts with the text that ends it, so that a model learns to stop; what starts it does not.
 
     Args:
-        encode: text to ids, special tokens taken as ordinary text.
-        encode_markup: text to ids, special tokens recognized.
+        encode: text to ids, with special tokens taken as ordinary text.
+        encode_markup: text to ids, with special tokens recognized.
     """
     ids, mask = [], []
     for message in messages:

@@ -1,4 +1,4 @@
-"""Readers of one source file each: from a position on, blocks of whole documents."""
+"""Readers that each read one source file: blocks of whole documents, from a position on."""
 
 import codecs
 import collections
@@ -16,7 +16,7 @@ Reader = Callable[..., Iterator[Block]]
 
 
 def format_of(name: str) -> str:
-    """The format that a file's name says.
+    """The format that a file's name indicates.
 
     >>> format_of("a/b.jsonl.gz"), format_of("x.tsv"), format_of("README.md")
     ('jsonl', 'csv', 'text')
@@ -37,7 +37,7 @@ def format_of(name: str) -> str:
 
 
 def lines(url: str, name: str, start: tuple[int, int], *, kind: str, separator: str = "\n") -> Iterator[Block]:
-    """Blocks of about a MiB, cut after a separator: JSON lines, or texts with something between them."""
+    """Blocks of about a MiB, cut after a separator: JSON lines, or texts with a separator between them."""
     cut = separator.encode()
     with Stream(url) as stream:
         (position, rest), number = _begin(stream, start[0]), start[1]
@@ -48,7 +48,7 @@ def lines(url: str, name: str, start: tuple[int, int], *, kind: str, separator: 
                 at = len(rest)
             elif len(cut) == 1:
                 at = rest.rfind(cut) + 1
-            else:  # from the left, as the texts are split: separators such as "\n\n" may overlap
+            else:  # from the left, as texts are split: separators such as "\n\n" may overlap
                 at = len(rest) - len(rest.split(cut)[-1])
             if data and not at:
                 continue
@@ -63,15 +63,15 @@ def lines(url: str, name: str, start: tuple[int, int], *, kind: str, separator: 
 
 
 def _begin(stream: Stream, position: int) -> tuple[int, bytes]:
-    """Goes to a position: where that is, and bytes that were read there. A byte-order mark is no part of a text."""
+    """Goes to a position: where that is, and bytes that were read there. A byte-order mark is not part of a text."""
     stream.skip(position)
     first = b"" if position else stream.read(len(codecs.BOM_UTF8))
     return (len(first), b"") if first == codecs.BOM_UTF8 else (position, first)
 
 
 def whole(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
-    """One text in pieces of one to two MiB, cut after a line end where there is one: at the first after each MiB
-    counted from the last cut."""
+    """One text in pieces of one to two MiB, cut after a line end if there is one: the first after each MiB counted from
+    the last cut."""
     with Stream(url) as stream:
         (position, rest), number, ended = _begin(stream, start[0]), start[1], False
         while not ended or rest:
@@ -106,7 +106,7 @@ def json_array(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
         data = stream.read(-1)
         raw = stream.raw_position
     if not data.strip():
-        return  # a blank file is no document
+        return  # a blank file is not a document
     try:
         value = json.loads(data)
     except ValueError as error:
@@ -144,7 +144,7 @@ def in_blocks(records, name, position, raw):
 def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
     """Rows of a CSV (or, by its name, TSV) file whose first row names the columns.
 
-    What a row has past them is under None, a name that no column has: such a row cannot be read.
+    Further fields of a row are under None, a name that no column has: such a row cannot be read.
     """
     import csv
     import sys
@@ -255,7 +255,7 @@ class _Raw(io.RawIOBase):
         return len(data)
 
     def ends_in_zeros(self):
-        """Reads to the end; whether it is a block of zeros, as in every whole tar."""
+        """Reads to the end, and returns whether that is a block of zeros, as in every whole tar."""
         while self.readinto(bytearray(1 << 16)):
             pass
         return self._last == bytes(512)

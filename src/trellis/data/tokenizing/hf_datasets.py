@@ -37,7 +37,7 @@ class DatasetSource:
         return (SourceFile(self.name, self.name, None),)
 
     def describe(self) -> dict:
-        """What the tokens depend on: goes into the store's recipe."""
+        """What the tokens depend on; it goes into the store's recipe."""
         return {"dataset": self.name, "field": self.text_field}
 
     def blocks(self, index: int, start: tuple[int, int], *, all_fields: bool) -> Iterator[Block]:
@@ -54,7 +54,7 @@ class DatasetSource:
 
 
 def dataset_source(spec: str, *, field: str | None = None) -> DatasetSource:
-    """The dataset called NAME[:CONFIG][@SPLIT]: of the hub, or a folder that `save_to_disk` wrote.
+    """The dataset called NAME[:CONFIG][@SPLIT], from the hub, or from a folder that `save_to_disk` wrote.
 
     Raises:
         UserError: the `datasets` package is missing, or the dataset cannot be opened.

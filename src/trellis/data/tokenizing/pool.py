@@ -1,4 +1,4 @@
-"""Where blocks are tokenized: this process, worker processes, or a Ray cluster. The result is the same."""
+"""Pools that tokenize blocks: this process, worker processes, or a Ray cluster. The result is the same."""
 
 import collections
 import concurrent.futures
@@ -15,7 +15,7 @@ from trellis.errors import UserError
 
 IN_FLIGHT = 3  # blocks under way for each worker: one being encoded, two waiting
 
-# Workers import this folder without the rest of the package, which lies at `package`: they start in a fraction of a
+# Workers import this folder without the rest of the package, which is at `package`, so they start in a fraction of a
 # second.
 ALONE = """
 import os, sys, types

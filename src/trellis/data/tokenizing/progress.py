@@ -1,4 +1,4 @@
-"""One line of progress on standard error: documents, tokens, MB a second, time left."""
+"""A line of progress on standard error: documents, tokens, MB a second, time left."""
 
 import contextlib
 import sys
@@ -11,7 +11,7 @@ class TokenizingProgress:
     """Repaints a line on a terminal; elsewhere prints one every half minute.
 
     Args:
-        sizes: bytes of each input file as stored, None where unknown.
+        sizes: bytes of each input file as stored, None if unknown.
         done: the cursor that the work starts from.
     """
 

@@ -1,4 +1,4 @@
-"""Tokenizing on a Ray cluster: one worker a core, on every machine of it."""
+"""Tokenizing on a Ray cluster: one worker for each core, on every machine of the cluster."""
 
 import importlib.util
 import itertools
@@ -13,8 +13,8 @@ from trellis.errors import UserError
 
 
 class RayPool:
-    """Workers on the Ray cluster this process is connected to; if to none, on the one that RAY_ADDRESS names, else on
-    a local one.
+    """Workers on the Ray cluster that this process is connected to, else on the one that RAY_ADDRESS names, else on a
+    local one.
 
     Args:
         job: what to do.
@@ -84,8 +84,8 @@ class RayPool:
 
 
 class _RayEncoder:
-    """A worker. Ray sends it as it is written here, so that a machine need not import it with the rest of Trellis and
-    JAX: only what `Encoder` needs is imported there."""
+    """A worker. Ray sends its code as it is here, so that a machine need not import the rest of Trellis and JAX with
+    it: only what `Encoder` needs is imported there."""
 
     def __init__(self, alone: str, job: bytes):
         found = importlib.util.find_spec("trellis")

@@ -33,9 +33,9 @@ class FileSource:
 
     Attributes:
         files: the inputs.
-        format: one of `FORMATS` for all of them, or None to go by each name.
+        format: one of `FORMATS` for all of them, or None to go by each file's name.
         field: the field that holds the text; dots go into nested objects. By default `text`, and `txt` in tars.
-        separator: for texts, what divides documents; None makes each file one document.
+        separator: what divides documents in texts; None makes each file one document.
     """
 
     files: tuple[SourceFile, ...]
@@ -84,7 +84,7 @@ class FileSource:
         return "txt" if tars else "text"
 
     def describe(self) -> dict:
-        """What the tokens depend on, besides the files' contents: goes into the store's recipe."""
+        """What the tokens depend on, besides the files' contents; it goes into the store's recipe."""
         return {
             "files": [[file.name, file.size] for file in self.files],
             "format": self.format,
@@ -96,7 +96,7 @@ class FileSource:
         """Blocks of file `index` from `start` (a block's `end`, or (0, 1)) on.
 
         Args:
-            all_fields: records keep every field, for a filter; otherwise only the text's where that saves reading.
+            all_fields: records keep every field, for a filter; otherwise only the text's, if that saves reading.
         """
         file = self.files[index]
         read = self._reader(file, all_fields)

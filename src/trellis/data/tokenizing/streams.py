@@ -1,4 +1,4 @@
-"""Source files as streams of bytes: local or remote, decompressed, with the network's faults retried."""
+"""Source files as streams of bytes: local or remote, decompressed, with retries after the network's faults."""
 
 import io
 import os
@@ -7,11 +7,11 @@ from trellis.data.storage import filesystem, is_remote, local_path, with_retries
 from trellis.errors import UserError
 
 COMPRESSIONS = (".gz", ".tgz", ".zst", ".xz")
-PART_BYTES = 8 << 20  # of one request to a server
+PART_BYTES = 8 << 20  # bytes of one request to a server
 
 
 def plain_name(name: str) -> str:
-    """A file's name without a query and without a suffix of compression.
+    """A file's name without a query and without a compression suffix.
 
     >>> plain_name("c4/part-0.jsonl.zst"), plain_name("https://host/a.jsonl.gz?download=true")
     ('c4/part-0.jsonl', 'https://host/a.jsonl')
@@ -27,7 +27,7 @@ def _without_query(name):
 
 
 class RemoteStream(io.RawIOBase):
-    """A remote file read from start to end in parts; a part that fails is asked for again."""
+    """A remote file read from start to end in parts; a part that fails is requested again."""
 
     def __init__(self, url: str):
         self._fs, self._path = filesystem(url)
@@ -77,7 +77,7 @@ class RemoteStream(io.RawIOBase):
 
 
 class _ZstdReader(io.RawIOBase):
-    """Zstandard frames, one after the other. The library's own reader takes a file cut short for a whole one."""
+    """Reads Zstandard frames, one after the other. The library's own reader takes a file cut short for a whole one."""
 
     def __init__(self, raw):
         import zstandard
@@ -112,7 +112,7 @@ class Stream:
     """A source file's decompressed bytes.
 
     Attributes:
-        seekable: whether any position is reached at once.
+        seekable: whether any position can be reached at once.
     """
 
     def __init__(self, url: str):
@@ -147,11 +147,11 @@ class Stream:
 
     @property
     def raw_position(self) -> int:
-        """Bytes read of the file as stored."""
+        """The number of bytes read of the file as stored."""
         return self._raw.tell()
 
     def skip(self, count: int) -> None:
-        """Go to `count` bytes from the start of a fresh stream."""
+        """Goes to `count` bytes from the start of a fresh stream."""
         if self.seekable:
             self._raw.seek(count)
             return

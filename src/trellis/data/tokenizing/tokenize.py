@@ -1,4 +1,4 @@
-"""Text to a token store: all cores, bounded memory, and a run that goes on where it was interrupted."""
+"""Text to a token store: on all cores, in bounded memory, and resuming where it was interrupted."""
 
 import dataclasses
 import hashlib
@@ -59,7 +59,7 @@ def tokenize(
         train_bpe: size of the vocabulary of a byte-level BPE trained on the corpus first.
         train_bytes: train on about this many bytes of documents, spread evenly over the corpus.
         use_bytes: every byte is a token.
-        end_of_document: the text of the token that ends a document, where the tokenizer has another than usual.
+        end_of_document: the text of the token that ends a document, if the tokenizer has an unusual one.
         filter: called with every record (a dict; texts have `text`); a false result leaves the document out. A
             function of an importable module or script, or its name "module:function" or "path.py:function".
         chat: the text field, `messages` if the source names none, holds conversations; the loss counts only the
@@ -70,11 +70,11 @@ def tokenize(
         chunk_tokens, chunk_offsets: elements in a chunk of the arrays of tokens and of offsets.
         commit_seconds: how often the work is made durable, and visible to a reader of the growing store.
         restart: delete what is at `out` first.
-        wait: if another process writes the store, wait for it rather than fail.
+        wait: if another process is writing the store, wait for it rather than fail.
         progress: print a progress line to standard error.
 
     Raises:
-        UserError: for every wrong input; the store then is absent or marked incomplete, never silently short.
+        UserError: for every wrong input; the store is then absent or marked incomplete, never silently short.
     """
     if sum([tokenizer is not None, train_bpe is not None, use_bytes]) != 1:
         raise UserError(
@@ -241,7 +241,7 @@ def _train(source, vocab_size, train_bytes, job, progress) -> Tokenizer:
 
 
 def empty_corpus(files) -> UserError:
-    """The error of a corpus without a single document."""
+    """The error for a corpus without a single document."""
     names = ", ".join(file.name for file in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
     return UserError(
         "A corpus has at least one document.",

@@ -17,7 +17,7 @@ from trellis.errors import UserError
 
 
 class Encoder:
-    """Turns blocks into tokens; the same in a worker process, in this process and on Ray."""
+    """Turns blocks into tokens, alike in a worker process, in this process and on Ray."""
 
     def __init__(self, job: Job):
         self._job, self._dtype = job, np.dtype(job.dtype)
@@ -166,7 +166,7 @@ def load_function(spec: str):
             module = importlib.import_module(place)
         for part in name.split("."):
             module = getattr(module, part)
-    except Exception as error:  # whatever a user's file does when it is imported
+    except Exception as error:  # whatever a user's file does on import
         raise UserError(
             "A filter is a function of a module, or of a file, that can be imported.",
             seen=f"{type(error).__name__}: {error}",
@@ -189,7 +189,7 @@ def send(stream, value: object) -> None:
 
 
 def receive(stream) -> object:
-    """Reads one message; raises EOFError where the other side has gone."""
+    """Reads one message; raises EOFError if the other side is gone."""
     header = stream.read(8)
     if len(header) < 8:
         raise EOFError
@@ -201,7 +201,7 @@ def receive(stream) -> object:
 
 
 def main() -> None:
-    """Serve blocks from standard input until it closes."""
+    """Serves blocks from standard input until it closes."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a user's filter prints must not enter the protocol
     encoder = None

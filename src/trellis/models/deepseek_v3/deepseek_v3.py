@@ -1,10 +1,10 @@
 """DeepSeek-V3 (DeepSeek-AI, 2024, arXiv:2412.19437): attention through latents, and mixtures of many experts.
 
-Without the prediction of several tokens. Written for one device, in named tensors; a layout makes it parallel. Axes
-beside those of `llama.py`:
+Without multi-token prediction. Written for one device, in named tensors; a layout makes it parallel. Axes beside those
+of `llama.py`:
 
     q_latent kv_latent    widths that queries, and keys with values, are made from
-    latents               the second, and the part of keys that all heads share
+    latents               kv_latent, and the part of keys that all heads share
     value_dim             width of a head's values
     dense_layers          stacked blocks without experts, which come first
     layers                stacked blocks with experts
@@ -54,22 +54,22 @@ class DeepseekV3Config:
     embed: fields.Embed
     layers: fields.Layers
     dense_layers: int
-    """How many of the blocks, the first ones, have a feed-forward block instead of experts. Leave it at a few: they are
-    where routing is hardest to keep even."""
+    """How many of the first blocks have a feed-forward block instead of experts. Leave it at a few: in these, routing
+    is hardest to keep even."""
     heads: fields.Heads
     q_latent: int
     """Width that a token's queries are made from. Lower it for fewer parameters in attention."""
     kv_latent: int
     """Width that a token's keys and values are made from. Lower it for fewer parameters in attention."""
     nope_dim: int
-    """Width of a head's queries and keys that knows no position. Leave it at 128, which kernels are made for."""
+    """Width of a head's queries and keys that position does not rotate. Leave it at 128, which kernels are made for."""
     rope_dim: int
-    """Width of a head's queries and keys that is turned by position; all heads share its keys. Leave it at 64, which
+    """Width of a head's queries and keys that position rotates; all heads share these keys. Leave it at 64, which
     kernels are made for."""
     value_dim: int
     """Width of a head's values. Leave it at 128, which kernels are made for."""
     dense_mlp: int
-    """Width of the feed-forward block of the first blocks. Set it to as much as a token's experts have together."""
+    """Width of the feed-forward block of the first blocks. Set it to the total width of a token's experts."""
     mlp: fields.ExpertMlp
     shared_mlp: int
     """Width of a block that all tokens go through beside their experts. Set it to that of an expert."""
@@ -136,8 +136,8 @@ class DeepseekV3Config:
 class Attention(eqx.Module):
     """Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1).
 
-    Queries are made from one latent, keys and values from another. Positions turn a part of queries and keys; that of
-    keys is shared by all heads.
+    Queries are made from one latent, keys and values from another. Positions rotate a part of queries and keys; all
+    heads share that of keys.
     """
 
     q_down: Weight

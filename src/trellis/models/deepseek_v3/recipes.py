@@ -10,8 +10,8 @@ from trellis.optim.config import AdamW, Cosine
 from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
 from trellis.run.data import Data, StoreSource
 
-# What is not of an expert is sliced over all devices, latents over as many as divide them: gathering it costs as much
-# as from a few.
+# What belongs to no expert is sliced over all devices, latents over as many as divide them: to gather it from all costs
+# as much as from a few.
 EXPERT = "expert_y/expert"
 ATTENTION = {"embed": f"data/{EXPERT}", "q_latent": EXPERT, "kv_latent": EXPERT}
 
@@ -28,7 +28,7 @@ ROUTING = Routing(
 
 
 def deepseek_v3() -> Run:
-    """The shape of DeepSeek-V3, 671B parameters of which a token meets 37B, on 64 nodes of 8 H100 GPUs.
+    """The shape of DeepSeek-V3, 671B parameters of which a token uses 37B, on 64 nodes of 8 H100 GPUs.
 
     trellis plan deepseek_v3 --on 64x8xH100
     trellis train deepseek_v3 --data.source.path tokens
@@ -54,7 +54,7 @@ def deepseek_v3() -> Run:
             rope_theta=10_000.0,
             rope_scaling=YarnScaling(factor=40.0, original_context=4096, mscale=1.0, mscale_all_dim=1.0),
             tie_embeddings=False,
-            # Of the two sequences of a device one is exchanged, in eight bits on its way to experts.
+            # One of a device's two sequences is exchanged at a time, in eight bits on its way to experts.
             routing=dataclasses.replace(ROUTING, interleave=2, dispatch="mxfp8"),
         ),
         data=Data(source=StoreSource(path="tokens"), sequence_length=4096),

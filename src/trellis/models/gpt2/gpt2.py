@@ -30,20 +30,20 @@ class GPT2Config:
     family: Literal["gpt2"] = "gpt2"
     vocab: fields.Vocab
     positions: int
-    """Learned positions: the longest sequence. Raise it for longer sequences."""
+    """How many positions are learned: the longest sequence. Raise it for longer sequences."""
     embed: fields.Embed
     layers: fields.Layers
     heads: fields.WholeHeads
     mlp: fields.Mlp
     norm_eps: fields.LayerNormEps
     dropout: float
-    """Fraction of activations set to zero in training: after the embedding, the attention, the feed-forward layer.
-    Raise it where text is repeated many times."""
+    """Fraction of activations set to zero in training: after the embedding, the attention and the feed-forward layer.
+    Raise it if text is repeated many times."""
     scale_by_inverse_layer: bool
-    """Whether a block's attention scores are divided by its number, counted from 1. Set true where deep models are
+    """Whether a block's attention scores are divided by its number, counted from 1. Set true if deep models are
     unstable in bfloat16 or float16."""
     upcast_attention: bool
-    """Whether attention scores are computed in float32. Set true where scores overflow in float16."""
+    """Whether attention scores are computed in float32. Set true if scores overflow in float16."""
     tie_embeddings = True
     experts = experts_per_token = 1
 
@@ -71,7 +71,7 @@ class GPT2Config:
         return GPT2.init(self, key=key, vocab_multiple=vocab_multiple)
 
 
-# Of all weights at the start; those that write to the residual stream have it divided by the root of their number.
+# Of all weights at the start; divided by the root of their number for those that write to the residual stream.
 DEVIATION = 0.02
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 on a token store of the user's."""
+"""GPT-2 on the user's token store."""
 
 from trellis.models import GPT2Config
 from trellis.optim.config import AdamW, Cosine
@@ -9,7 +9,7 @@ from trellis.run.data import Data, StoreSource
 def gpt2_small() -> Run:
     """GPT-2 of 124M parameters, half a million tokens a step, with the Mistral stability options, on 8 A100 GPUs.
 
-    Where there is less memory, a step goes in parts: `--microbatches 16 --remat.policy saved`.
+    With less memory, compute a step in parts: `--microbatches 16 --remat.policy saved`.
 
     trellis plan gpt2_small --on 8xA100
     trellis tokenize CORPUS --out tokens --tokenizer gpt2/tokenizer.json

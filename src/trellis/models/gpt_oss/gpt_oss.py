@@ -1,8 +1,7 @@
-"""GPT-OSS (OpenAI, 2025, arXiv:2508.10925): mixtures of experts; attention with sinks, to a window and to all in turns.
+"""GPT-OSS (OpenAI, 2025, arXiv:2508.10925): mixtures of experts; attention with sinks, windowed in every other layer.
 
-Written for one device, in named tensors; a layout makes it parallel. Layers are stacked in pairs, of which the first
-sees a window and the second everything, since a kernel's mask is fixed when it is compiled. Axes beside those of
-`llama.py`:
+Written for one device, in named tensors; a layout makes it parallel. A kernel's mask is fixed when it is compiled, so
+layers are stacked in pairs: the first sees a window and the second everything. Axes beside those of `llama.py`:
 
     layers     pairs of blocks
     pair       the two blocks of a pair, in what is measured
@@ -38,19 +37,19 @@ class GptOssConfig:
     kv_heads: fields.KVHeads
     head_dim: fields.HeadDim
     window: int
-    """Keys that a query of the first, third, ... block sees, itself included. Raise it for more attention to what is
-    near; cost grows with it."""
+    """Keys that a query of the first, third, ... block sees, itself included. Raise it for more local attention; cost
+    grows with it."""
     mlp: fields.ExpertMlp
     experts: fields.Experts
     experts_per_token: fields.ExpertsPerToken
     swiglu_limit: float = 7.0
-    """Bound on what an expert's gate takes. Set it as an imported model has it."""
+    """Bound on the inputs of an expert's gate. Set it as an imported model has it."""
     rope_theta: fields.RopeTheta
     rope_scaling: fields.RopeScaling = None
     norm_eps: fields.RMSNormEps = 1e-5
     tie_embeddings: fields.TieEmbeddings
     routing: fields.RoutingField = Routing()
-    positions = shared_mlp = None  # sequences may have any length; no block is for all tokens
+    positions = shared_mlp = None  # sequences may have any length; no block is shared
     expert_biases = True
 
     def __post_init__(self):
@@ -82,7 +81,7 @@ class GptOssConfig:
 
 
 class Attention(eqx.Module):
-    """Grouped-query attention with rotary positions, biases, and a sink of each head: a score that no key has."""
+    """Grouped-query attention with rotary positions, biases, and a sink for each head: a score without a key."""
 
     q: Weight
     k: Weight
@@ -152,8 +151,8 @@ class Pair(eqx.Module):
         return self.far(self.near(x, rope, segment_ids, attention), rope, segment_ids, attention)
 
     def measured(self, parts, shares: NamedArray | None, *about):
-        """The stream after both layers, and what is measured of their routing: of the load each, of the rest the
-        mean. As `Block.measured` has it, of several parts of a batch."""
+        """The stream after both layers, and what is measured of their routing: each layer's load, and the mean of the
+        rest. For several parts of a batch, as in `Block.measured`."""
         of_near, of_far = (None, None) if shares is None else unbind(shares, "pair")
         parts, near = self.near.measured(parts, of_near, *about)
         parts, far = self.far.measured(parts, of_far, *about)
@@ -162,7 +161,7 @@ class Pair(eqx.Module):
 
     @property
     def picking(self) -> list[NamedArray | None]:
-        """As `Block.picking` has it, of both layers."""
+        """`Block.picking` of both layers."""
         return self.near.picking + self.far.picking
 
     def balanced(self, load: NamedArray, rate: float) -> "Pair":

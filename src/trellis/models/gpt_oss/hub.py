@@ -22,7 +22,7 @@ _BLOCK |= {
     "attention.sinks": Key(f"{_ATTENTION}.sinks", "heads"),
     "mlp.router": Key(f"{_MLP}.router.weight", "routes embed"),
     "mlp.router_bias": Key(f"{_MLP}.router.bias", "routes"),
-    # The gate's and the other product's columns take turns.
+    # The gate's columns alternate with the other product's.
     "mlp.gate": Key(f"{_MLP}.experts.gate_up_proj", "experts embed (mlp half)", half=0),
     "mlp.up": Key(f"{_MLP}.experts.gate_up_proj", "experts embed (mlp half)", half=1),
     "mlp.biases.gate": Key(f"{_MLP}.experts.gate_up_proj_bias", "experts (mlp half)", half=0),

@@ -12,7 +12,7 @@ from trellis.run.data import Data, StoreSource
 
 
 def gpt_oss_20b() -> Run:
-    """The shape of GPT-OSS-20B, 21B parameters of which a token meets 3.6B, on a node of 8 H100 GPUs.
+    """The shape of GPT-OSS-20B, 21B parameters of which a token uses 3.6B, on a node of 8 H100 GPUs.
 
     trellis plan gpt_oss_20b --on 8xH100
     trellis train gpt_oss_20b --data.source.path tokens

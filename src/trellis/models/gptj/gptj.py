@@ -31,8 +31,8 @@ class GPTJConfig:
     layers: fields.Layers
     heads: fields.WholeHeads
     rotary_dim: int
-    """Elements of a head that are turned by the position; the rest of it is not. Raise it up to the whole head for
-    models of your own."""
+    """Elements of a head that position rotates; the rest are not rotated. Raise it up to the whole head for models of
+    your own."""
     mlp: fields.Mlp
     rope_theta: fields.RopeTheta = 10000.0
     norm_eps: fields.LayerNormEps = 1e-5
@@ -67,7 +67,7 @@ class GPTJConfig:
 
 
 class Attention(eqx.Module):
-    """Multi-head attention without biases; part of each head is turned by its position. Leaves partial sums."""
+    """Multi-head attention without biases; part of each head is rotated by its position. Leaves partial sums."""
 
     q: Weight
     k: Weight
@@ -97,7 +97,7 @@ class Attention(eqx.Module):
 
 
 class Mlp(eqx.Module):
-    """Feed-forward half with a GELU in its tanh form. Leaves partial sums; the second bias is the block's to add."""
+    """Feed-forward half with a GELU in its tanh form. Leaves partial sums; the block adds the second bias."""
 
     up: Weight
     up_bias: Bias
@@ -146,7 +146,7 @@ class Block(eqx.Module):
 
 
 def _sum(a: NamedArray, b: NamedArray) -> NamedArray:
-    """The sum of both, settled once; a layout that slices heads and not mlp, or mlp and not heads, settles each."""
+    """The sum of both, settled once; a layout that slices only heads or only mlp settles each."""
     if a.type != b.type:
         a, b = settle(a), settle(b)
     return settle(a + b)

@@ -63,7 +63,7 @@ def to_hub(config, positions: int) -> dict:
         "head_dim": config.head_dim,
         "max_position_embeddings": positions,
         "rms_norm_eps": config.norm_eps,
-        # Where transformers 4 and 5 look.
+        # transformers 4 and 5 look in different places.
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else rope,
         "rope_parameters": {"rope_theta": config.rope_theta, **rope},
@@ -125,7 +125,7 @@ def _yarn(rope: Mapping) -> YarnScaling:
     given = rope.get("attention_factor")
     if given is None or math.isclose(given, found.magnitude, rel_tol=1e-6):
         return found
-    # Of a magnitude that is no default: so much growth with the log of the factor.
+    # A magnitude other than the default determines the growth with the log of the factor.
     mscale = (given * found.growth(found.mscale_all_dim) - 1.0) / (found.growth(1.0) - 1.0)
     return dataclasses.replace(found, mscale=mscale)
 

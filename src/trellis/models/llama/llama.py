@@ -92,7 +92,7 @@ class GatedMlp(eqx.Module):
 
     @staticmethod
     def init(config, *, key, width: int | None = None) -> "GatedMlp":
-        """The block, as wide as the configuration says where no other width is given."""
+        """The block, as wide as the configuration says unless another width is given."""
         embed, mlp = Axis("embed", config.embed), Axis("mlp", width or config.mlp)
         keys = jax.random.split(key, 3)
         return GatedMlp(
@@ -144,7 +144,7 @@ class Llama(eqx.Module):
 
     @staticmethod
     def init(config, *, key, vocab_multiple: int = 1, block=Block.init, each: int = 1) -> "Llama":
-        """The model of such blocks, each of which is so many layers."""
+        """The model, with blocks from `block`, each of which is `each` layers."""
         vocab = Axis("vocab", -(-config.vocab // vocab_multiple) * vocab_multiple)
         embed, layers = Axis("embed", config.embed), Axis("layers", config.layers // each)
         embedding_key, layers_key, head_key = jax.random.split(key, 3)

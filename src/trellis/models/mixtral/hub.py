@@ -22,12 +22,12 @@ _KEYS = {path: key for path, key in KEYS.items() if ".mlp." not in path} | {
 
 
 def refuse_others(config, kind: str, *, allowed: Collection[str] = ()) -> None:
-    """Refuses what a folder cannot say of a mixture of experts.
+    """Refuses a mixture of experts that a folder cannot describe.
 
     Args:
         config: of the model.
         kind: what the folder is of, for the message.
-        allowed: fields of the routing that this folder can say.
+        allowed: fields of the routing that this folder can describe.
 
     Raises:
         UserError: naming the first field that differs from what such folders have.
@@ -68,7 +68,7 @@ def _from_hub(hub: Mapping) -> dict:
 
 
 def _fused(text: str) -> tuple[str, Callable]:
-    """Where `save_pretrained(save_original_format=False)` puts a tensor: all experts of a layer in one."""
+    """Where `save_pretrained(save_original_format=False)` puts a tensor: it joins all experts of a layer."""
     found = re.fullmatch(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight", text)
     if found is None:
         return text.replace(".block_sparse_moe.gate.", ".mlp.gate."), lambda whole: whole

@@ -38,8 +38,8 @@ class MixtralConfig:
     experts: fields.Experts
     experts_per_token: fields.ExpertsPerToken
     shared_mlp: int | None = None
-    """Width of a block that all tokens go through beside their experts; null has none. Set it, as to the width of an
-    expert, where experts learn the same things."""
+    """Width of a block that all tokens go through beside their experts; null has none. Set it, say to an expert's
+    width, if experts learn the same things."""
     expert_biases: bool = False
     """Whether experts' products have biases. Set it as an imported model has it."""
     rope_theta: fields.RopeTheta
@@ -70,7 +70,7 @@ class Block(eqx.Module):
 
     @staticmethod
     def init(config, *, key, attention=Attention.init, **rest) -> "Block":
-        """The block of a family's attention; `rest` goes to `Experts.init`."""
+        """The block with a family's attention; `rest` goes to `Experts.init`."""
         embed, mlp, experts = Axis("embed", config.embed), Axis("mlp", config.mlp), Axis("experts", config.experts)
         attention_key, mlp_key = jax.random.split(key)
         shared = None if config.shared_mlp is None else Axis("mlp", config.shared_mlp)
@@ -90,7 +90,7 @@ class Block(eqx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def measured(self, parts, shares: NamedArray | None, ropes, segment_ids, counted):
-        """The stream after this layer, and what is measured of its routing; of several parts of a batch that go side
+        """The stream after this layer, and what is measured of its routing, for several parts of a batch that run side
         by side.
 
         Args:
@@ -119,7 +119,7 @@ class Block(eqx.Module):
 
 
 class Mixtral(eqx.Module):
-    """The model: tokens to hidden states, as Llama, and what is measured of its routing."""
+    """The model: tokens to hidden states, like Llama, and what is measured of its routing."""
 
     embedding: Table
     layers: Stacked
@@ -143,11 +143,11 @@ class Mixtral(eqx.Module):
         return self.routed(x, shared, ones(tokens.axes) if counted is None else counted, ahead, policy)
 
     def routed(self, x: NamedArray, shared, counted: NamedArray, ahead, policy) -> Output:
-        """From the stream before the layers to hidden states, and the routing's measures: the load of each layer, of
-        the rest the mean."""
+        """The stream before the layers to hidden states, and what is measured of the routing: each layer's load, and
+        the mean of the rest."""
         each = () if ahead is None else (ahead / ahead.sum("routes"),)
         count = parts_of(x, self.config.routing.interleave)
-        about = zip(*cut((*shared, counted), count), strict=True)  # of each kind all parts
+        about = zip(*cut((*shared, counted), count), strict=True)  # all parts of each kind
 
         def layer(block, parts, *rest):
             block = block if count == 1 else held_once(block, parts[0], block.picking)
@@ -159,7 +159,7 @@ class Mixtral(eqx.Module):
         return Output(hidden, Routed(routed.load, jnp.mean(routed.balance), jnp.mean(routed.z), routing))
 
     def balanced(self, load: NamedArray) -> "Mixtral":
-        """The model with each expert's bias moved towards an even load, of which `f32["layers routes"]` was one."""
+        """The model with each expert's bias moved towards an even load, by a step's load, `f32["layers routes"]`."""
         block: Any = self.layers.block
         moved = block.balanced(load, self.config.routing.bias_rate)
         return eqx.tree_at(lambda model: model.layers.block, self, moved)

@@ -12,10 +12,10 @@ from trellis.run.data import Data, StoreSource
 
 
 def mixtral_8x7b() -> Run:
-    """The shape of Mixtral 8x7B, 47B parameters of which a token meets 13B, on 8 nodes of 8 H100 GPUs.
+    """The shape of Mixtral 8x7B, 47B parameters of which a token uses 13B, on 8 nodes of 8 H100 GPUs.
 
     FSDP over all of them gathers a layer's experts as it does other weights, and no token leaves its GPU. The router
-    keeps float32.
+    stays in float32.
 
     trellis plan mixtral_8x7b --on 8x8xH100
     trellis train mixtral_8x7b --data.source.path tokens
@@ -70,7 +70,7 @@ def mixtral_8x7b_v5p_64() -> Run:
 def mixtral_8x7b_v6e_64() -> Run:
     """mixtral_8x7b on a v6e slice of 64 chips, 8 x 8.
 
-    Four chips have two experts each and exchange tokens, which over eight crosses twice the links; FSDP runs beside it.
+    Four chips have two experts each and exchange tokens (over eight, they cross twice the links); FSDP runs beside it.
 
     trellis plan mixtral_8x7b_v6e_64 --on v6e:8x8
     """

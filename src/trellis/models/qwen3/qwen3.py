@@ -38,7 +38,7 @@ class Qwen3Config:
 
 
 def block(config: Qwen3Config, *, key) -> Block:
-    """Llama's block, whose attention norms queries and keys over `head_dim` before it turns them."""
+    """Llama's block, whose attention norms queries and keys over `head_dim` before it rotates them."""
     return with_head_norms(Block.init(config, key=key), config)
 
 

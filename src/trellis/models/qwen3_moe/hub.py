@@ -25,7 +25,7 @@ def _to_hub(config: Qwen3MoeConfig, positions: int) -> dict:
     refuse_others(config, "Qwen3 mixture", allowed=("normalize",))
     return {
         **to_hub(config, positions),
-        "intermediate_size": config.mlp,  # of layers without experts, of which there are none
+        "intermediate_size": config.mlp,  # for layers without experts; there are none
         "moe_intermediate_size": config.mlp,
         "num_experts": config.experts,
         "num_experts_per_tok": config.experts_per_token,
@@ -39,14 +39,14 @@ def _from_hub(hub: Mapping) -> dict:
     return {
         **from_hub(hub),
         "mlp": hub["moe_intermediate_size"],
-        "experts": hub["num_experts" if "num_experts" in hub else "num_local_experts"],  # of newer versions
+        "experts": hub["num_experts" if "num_experts" in hub else "num_local_experts"],  # in newer versions
         "experts_per_token": hub["num_experts_per_tok"],
         "routing": Routing(balance=balance, normalize=normalize),
     }
 
 
 def fused(text: str) -> tuple[str, Callable]:
-    """Where `save_pretrained(save_original_format=False)` puts a tensor: all experts of a layer in one."""
+    """Where `save_pretrained(save_original_format=False)` puts a tensor: it joins all experts of a layer."""
     found = re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", text)
     if found is None:
         return text, lambda whole: whole

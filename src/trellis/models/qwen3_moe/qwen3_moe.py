@@ -30,7 +30,7 @@ class Qwen3MoeConfig:
     norm_eps: fields.RMSNormEps = 1e-6
     tie_embeddings: fields.TieEmbeddings
     routing: fields.RoutingField = Routing()
-    positions = shared_mlp = None  # sequences may have any length; no block is for all tokens
+    positions = shared_mlp = None  # sequences may have any length; no block is shared
     expert_biases = False
 
     def __post_init__(self):
@@ -45,5 +45,5 @@ class Qwen3MoeConfig:
 
 
 def block(config: Qwen3MoeConfig, *, key) -> Block:
-    """Mixtral's block, whose attention norms queries and keys over `head_dim` before it turns them."""
+    """Mixtral's block, whose attention norms queries and keys over `head_dim` before it rotates them."""
     return with_head_norms(Block.init(config, key=key), config)

@@ -12,7 +12,7 @@ from trellis.run.data import Data, StoreSource
 
 
 def qwen3_30b_a3b() -> Run:
-    """The shape of Qwen3-30B-A3B, 30B parameters of which a token meets 3B, on a node of 8 H100 GPUs.
+    """The shape of Qwen3-30B-A3B, 30B parameters of which a token uses 3B, on a node of 8 H100 GPUs.
 
     trellis plan qwen3_30b_a3b --on 8xH100
     trellis train qwen3_30b_a3b --data.source.path tokens

@@ -1,1 +1,1 @@
-"""Layers as a pipeline: stages of a mesh axis hold them in parts, and microbatches go through."""
+"""Layers as a pipeline: stages of a mesh axis hold them in parts, and microbatches pass through."""

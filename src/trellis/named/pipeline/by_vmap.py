@@ -42,7 +42,7 @@ COPIES, TICK, IN_STAGE = "copies", "tick", "in_stage"
 
 
 def pipeline_axis(layers: Axis) -> str | None:
-    """The mesh axis that the layout in force spreads these layers over in use, if it does.
+    """The mesh axis over which the layout in force spreads these layers in use, if it does.
 
     Raises:
         NamesError: several axes, or a mesh that is not in explicit mode.
@@ -60,7 +60,7 @@ def pipeline_axis(layers: Axis) -> str | None:
 
 
 def microbatches_of(layout: Layout, axis: str, batch: int) -> int:
-    """Into how many parts a batch is cut.
+    """The number of parts of a batch.
 
     Raises:
         NamesError: the layout says a number that does not cut every slice of the batch into equal parts.
@@ -87,10 +87,10 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
         axis: the mesh axis of the stages.
         x: a tree of arrays that have the name `batch`.
         args: what every layer gets; arrays that have the name `batch` travel with their microbatch.
-        block: the stacked layers, their name anywhere in an array; one without it is every layer's. Their gradients
-            are added up over the ticks in float32.
-        each: a tree of arrays with the layers' name. Into random keys, here and in `args`, the number of each slice's
-            microbatch is folded; into those that a layer closes over, where it draws along `batch`.
+        block: the stacked layers, with their name anywhere in an array; an array without it belongs to every layer.
+            Gradients are added up over the ticks in float32.
+        each: a tree of arrays with the layers' name. The number of each slice's microbatch is folded into random keys,
+            here and in `args`, and into those that a layer closes over if it draws along `batch`.
 
     Raises:
         NamesError: `x` has no batch, or one that cannot be cut.
@@ -114,7 +114,7 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
     each = jax.tree.map(plan.by_stage, each, is_leaf=is_named)
 
     def work(part, travelling, copied, each):
-        """One stage in one tick, on one slice of the batch: the part of it that has this number."""
+        """One stage in one tick, on the part with this number of one slice of the batch."""
         arrived = iter(travelling)
         slots = [next(arrived) if does else leaf for leaf, does in zip(leaves, travels, strict=True)]
         x, args = jax.tree.unflatten(structure, slots)
@@ -150,7 +150,7 @@ class _Plan:
     """How arrays are cut for a pipeline.
 
     Attributes:
-        layers: the name of all layers, within the pipeline that of the stages.
+        layers: the name of all layers; within the pipeline, that of the stages.
         axis: the mesh axis of the stages.
         over: the mesh axes that slice the batch.
         stages, copies, microbatches: how many; there is a copy of the layers for each slice of the batch.
@@ -181,7 +181,7 @@ class _Plan:
         return _Plan(layers.name, axis, over, stages, copies, count, outside, around, inside)
 
     def cut(self, x: NamedArray) -> NamedArray:
-        """`"batch ..."` as what enters in each tick, `"tick copies batch ..."`, the last microbatch repeated.
+        """Cuts `"batch ..."` into what enters in each tick, `"tick copies batch ..."`, the last microbatch repeated.
 
         All stages get it. Every device's rows are dealt out in turn, so that nothing else moves.
         """
@@ -205,9 +205,9 @@ class _Plan:
     def spread(self, p):
         """A parameter `"layers ..."` as `f32["layers copies in_stage ..."]`: a whole copy for each slice of the batch.
 
-        One gather; the gradient's sum over the batch is one reduce-scatter (an all-reduce of what is held whole). Where
-        the parameter is held as copies already, its gradient stays the partial sums that those promise, for the caller
-        to add up over microbatches and to settle once.
+        It takes one gather; the gradient's sum over the batch is one reduce-scatter (an all-reduce if the parameter is
+        held whole). If the parameter is held as copies already, its gradient stays the partial sums of those copies,
+        for the caller to add up over microbatches and settle once.
         """
         if not is_named(p):
             return p
@@ -245,7 +245,7 @@ class _Plan:
         return split_axis(p, self.layers, {self.layers: self.stages, IN_STAGE: -1})
 
     def pass_on(self, x: NamedArray) -> NamedArray:
-        """Every stage's part moved to the next stage."""
+        """Moves every stage's part to the next stage."""
         spec = spec_of(state_of(x.array).axes)
         steps = [(s, s + 1) for s in range(self.stages - 1)]
         permute = lambda part: jax.lax.ppermute(part, self.axis, steps)
@@ -274,7 +274,7 @@ def _leading(p, layers: Axis):
 def made_alike(parts: Parts, layers: str, axis: str, call: Callable, block, each: tuple):
     """Uneven parts as parts of one size: how a layer is called, the stacked layers, and what each layer gets.
 
-    What a part has more than its layers is computed and left out.
+    A part's surplus layers are computed and left out.
     """
     if not parts.uneven:
         return call, block, each
@@ -295,7 +295,7 @@ def _renamed(tree, layers: str):
 
 
 def _with_part(x, part: jax.Array):
-    """Random keys of this part of the batch, of which no two draw alike; those of each row, and all else, as it is."""
+    """Random keys for this part of the batch, unlike other parts'; keys of single rows, and all else, unchanged."""
     array = x.array if is_named(x) else x
     if not jnp.issubdtype(getattr(array, "dtype", jnp.float32), jax.dtypes.prng_key) or (
         is_named(x) and BATCH in x.names

@@ -6,7 +6,7 @@ from trellis.named.pipeline.schedule import Schedule, Unit
 def chart(schedule: Schedule) -> str:
     """Which microbatch each stage has in each tick, in its forward half (F) and in its backward half (B).
 
-    With several groups of layers a letter says in which of them: `2b` is microbatch 2 in the second.
+    With several groups of layers, a letter says in which one: `2b` is microbatch 2 in the second.
 
     >>> print(chart(Schedule(2, 1, 3)))
     tick        0 1 2 3 4

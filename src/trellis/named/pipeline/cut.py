@@ -1,7 +1,7 @@
 """A program cut at its stack of layers: what comes before, one stage's layers, and what comes after.
 
-The program is run as it is written, by tracing. The first time it stops where the layers begin, which gives what comes
-before; the second time it finds their result made already, and goes on, which gives what comes after.
+The program is run as it is written, by tracing. The first run stops where the layers begin, and gives what comes
+before. The second finds their result already made, goes on, and gives what comes after.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class Fold:
         stack: the layers.
         x: what the first layer gets.
         args: what every layer gets.
-        each: arrays with the layers' name, of which every layer gets its position.
+        each: arrays with the layers' name; every layer gets its position.
         call: how a layer is called, or None.
         policy: what each layer keeps for the backward pass.
         makes: whether layers give `(x, y)`, as in a scan.
@@ -37,20 +37,20 @@ class Fold:
 
 
 class _Reached(BaseException):
-    """The layers begin here."""
+    """Raised where layers begin."""
 
     def __init__(self, fold: Fold):
         self.fold = fold
 
 
-# The name of the layers that a program is cut at, and what is done where they are met.
+# The name of the layers at which a program is cut, and what to do when they are met.
 _met: contextvars.ContextVar["tuple[str, Callable[[Fold], Any]] | None"] = contextvars.ContextVar(
     "layers met", default=None
 )
 
 
 def meet(fold: Fold) -> tuple | None:
-    """What a stack of layers gives instead of running, as a tuple of one, or None where nothing is cut at its name."""
+    """What a stack of layers gives instead of running, as a tuple of one, or None if nothing is cut at its name."""
     name, found = _met.get() or (None, None)
     return (found(fold),) if found is not None and fold.stack.axis.name == name else None
 
@@ -77,7 +77,7 @@ def before(name: str, function: Callable, *args) -> Fold:
 
 
 def after(name: str, function: Callable, result: Any, *args) -> Any:
-    """`function(*args)`, where the layers of this name have given `result`.
+    """`function(*args)`, as if the layers of this name had given `result`.
 
     Raises:
         NamesError: it calls a second stack of layers.

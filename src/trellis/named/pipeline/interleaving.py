@@ -23,7 +23,7 @@ from trellis.notation.state import state_of
 
 
 def interleaved(x: NamedArray, axis: str, stages: int, groups: int) -> NamedArray:
-    """A parameter `"layers/stage ..."`, its layers dealt out to the stages in so many groups."""
+    """A parameter `"layers/stage ..."`, its layers dealt out to the stages in this many groups."""
     if groups == 1:
         return x
 

@@ -1,7 +1,7 @@
-"""Gradients added onto sums of them, a table's in the rows that were looked up.
+"""Adds gradients onto their sums, a table's in the rows that were looked up.
 
-The gradient of a lookup is zero in all other rows. Made whole for each microbatch, and added, it costs several passes
-over the table; scattered into the sum, one over the rows.
+The gradient of a lookup is zero in all other rows. Making it whole for each microbatch and adding it costs several
+passes over the table; scattering it into the sum costs one over the rows.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 
 def onto(totals: list[jax.Array], function: Callable, *args) -> list[jax.Array]:
-    """Totals with what a function gives for each added to it, in the totals' dtypes.
+    """Adds to each total what a function gives for it, in the totals' dtypes.
 
     >>> table, ids, rows = jnp.zeros((4, 2)), jnp.array([2, 0, 2]), jnp.ones((3, 2), jnp.bfloat16)
     >>> gradient = lambda ids, rows: [jnp.zeros((4, 2), jnp.bfloat16).at[ids].add(rows)]
@@ -36,7 +36,7 @@ def onto(totals: list[jax.Array], function: Callable, *args) -> list[jax.Array]:
 
 
 def _scatter(v, makes: dict) -> JaxprEqn | None:
-    """What adds rows to zeros, and to nothing else, to make a value; None where it is made otherwise."""
+    """The operation that makes a value by adding rows to zeros alone; None if it is made otherwise."""
     maker = None if isinstance(v, Literal) else makes.get(v)
     if maker is None or maker.primitive.name != "scatter-add":
         return None
@@ -46,7 +46,7 @@ def _scatter(v, makes: dict) -> JaxprEqn | None:
 
 
 def _added(total: jax.Array, scatter: JaxprEqn | None, *more: jax.Array) -> jax.Array:
-    """The total and an array, or the rows of a scatter at its places."""
+    """The total plus an array, or plus a scatter's rows at its places."""
     *places, x = more
     if scatter is None:
         return total + x.astype(total.dtype)

@@ -1,8 +1,8 @@
-"""How layers are cut into the parts of a pipeline: all of one size, or some with a layer less.
+"""How layers are cut into the parts of a pipeline: all of one size, or some with one layer less.
 
-Part `g * stages + s` is group `g` of stage `s`. Where the parts do not divide the layers, those that have a layer less
-are the last, which is followed by the loss, the first, which follows the embedding, and so on from both ends. Ten
-layers on four stages are 2, 3, 3 and 2.
+Part `g * stages + s` is group `g` of stage `s`. If the parts do not divide the layers, those with one layer less are
+the last (the loss follows it), the first (it follows the embedding), and so on from both ends. Ten layers on four
+stages are 2, 3, 3 and 2.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ BATCH = "batch"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of so many layers, one on each of some stages for each group.
+    """The parts of some layers: for each group, one on each stage.
 
     >>> parts = Parts(10, stages=4)
     >>> parts.sizes, parts.firsts, parts.most, parts.least
@@ -58,22 +58,22 @@ class Parts:
 
     @property
     def most(self) -> int:
-        """Layers of the largest parts."""
+        """Layer count of the largest parts."""
         return -(-self.layers // self.count)
 
     @property
     def least(self) -> int:
-        """Layers of the smallest parts."""
+        """Layer count of the smallest parts."""
         return self.layers // self.count
 
     @property
     def uneven(self) -> bool:
-        """Whether some parts have a layer less than others."""
+        """Whether some parts have one layer less."""
         return self.most > self.least
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Layers of each part."""
+        """Layer count of each part."""
         ends = [n for pair in zip(range(self.count - 1, -1, -1), range(self.count)) for n in pair]
         short = set(list(dict.fromkeys(ends))[: self.most * self.count - self.layers])
         return tuple(self.most - (part in short) for part in range(self.count))
@@ -84,7 +84,7 @@ class Parts:
         return tuple(itertools.accumulate(self.sizes[:-1], initial=0))
 
     def rows(self) -> np.ndarray:
-        """Which layer is where: for each stage its groups, each of `most`; a short one's last layer stands twice.
+        """Which layer is where: for each stage its groups, each of `most`; a short one repeats its last layer.
 
         >>> Parts(3, stages=2).rows().tolist()
         [0, 1, 2, 2]
@@ -94,7 +94,7 @@ class Parts:
         return np.array([firsts[p] + min(row, sizes[p] - 1) for p in order for row in range(self.most)])
 
     def real(self) -> np.ndarray:
-        """Which of these rows are a part's own layers, and which stand there a second time.
+        """Which of these rows are a part's own layers, and which repeat the last one.
 
         >>> Parts(3, stages=2).real().tolist()
         [True, True, True, False]
@@ -106,8 +106,8 @@ class Parts:
 def spread(x: NamedArray, layers: str, axis: str, parts: Parts) -> NamedArray:
     """An array `"layers ..."` with each stage's layers on it, in uneven parts: `parts.rows()` of them.
 
-    All layers of a slice of another dimension become some layers, whole along the stages: an all-to-all, and so is the
-    gradient. An array that is whole along the stages has its layers taken out of what is there.
+    If the stages slice another dimension, it becomes whole and the layers are sliced: an all-to-all, and so is the
+    gradient. If the array is whole along the stages, its layers are taken from what is there.
     """
     state, dim = state_of(x.array), x.index(layers)
     gathered = tuple(() if i == dim else mine for i, mine in enumerate(state.axes))
@@ -119,7 +119,7 @@ def spread(x: NamedArray, layers: str, axis: str, parts: Parts) -> NamedArray:
     def chosen(mine):
         if not copied:
             return mine.take(rows, axis=dim)
-        # To JAX (0.10.2 to 0.12.0) what is looked up in copies is none.
+        # JAX (0.10.2 to 0.12.0) does not take a lookup in copies for copies.
         return jnp.concatenate([jax.lax.slice_in_dim(mine, row, row + 1, axis=dim) for row in rows], dim)
 
     with jax.named_scope(scope_name(f"{x.type} -> {x.type}")):

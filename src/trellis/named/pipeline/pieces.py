@@ -28,10 +28,10 @@ from trellis.program.reading import jaxprs_in
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """How all stages compute together what comes after the layers, where they slice some of its parameters.
+    """How all stages together compute what comes after the layers, if they slice some of its parameters.
 
     Attributes:
-        layout: in force there, of all mesh axes.
+        layout: the one in force there, of all mesh axes.
         head: types of these parameters, a list.
         put: `put(params, head)`, the parameters with these in their place.
     """
@@ -46,15 +46,15 @@ class Source:
     """What is to be run as a pipeline.
 
     Attributes:
-        name: of the layers' axis.
+        name: the layers' axis.
         function: `function(params, part) -> (loss, sums)` of one microbatch, in which the layers run.
-        rebuild: parameters, from the list of those outside of the layers.
+        rebuild: gives the parameters, from the list of those outside of the layers.
         outer: types of these, as they are used.
         block: the tree of the parameters of a layer.
         layer: their types, a list, each with the layers' name in front, of size 1.
         part: types of one microbatch.
         parts: how the layers are cut.
-        together: how all stages compute what comes after them; None where the last one does it alone.
+        together: how all stages compute what comes after them; None if the last one does it alone.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Source:
 
 
 def struct(array, mesh: jax.sharding.AbstractMesh, axes=None, shape=None) -> jax.ShapeDtypeStruct:
-    """A type like that of an array on a mesh with fewer axes, of another shape, sliced otherwise."""
+    """A type like an array's on a mesh with fewer axes, perhaps with another shape or other slices."""
     state = state_of(array)
     axes, shape = (state.axes if axes is None else axes), (array.shape if shape is None else shape)
     known = frozenset(mesh.axis_names)
@@ -81,22 +81,23 @@ NAMES = ("enter", "context", "row", "layer", "leave", "layer_back", "enter_back"
 
 
 class Pieces:
-    """The traced pieces; each is of whole arrays, for one microbatch.
+    """The traced pieces, each of whole arrays, for one microbatch.
 
-    Layers are pieces one by one, so that a device's program reads each one's parameters where they are, and puts what
-    it keeps, and the gradients, where they stay: nothing of a stage is stacked and copied first.
+    Each layer is a piece of its own. So a device's program reads its parameters where they are, and puts what it keeps,
+    and the gradients, where they stay: nothing of a stage is stacked and copied first.
 
     Attributes:
         enter: `(outer, part) -> x`, for the first stage.
         context: `(outer, part) -> (args, each)`, what all layers get, and what each gets.
-        row: `(each, number) -> each`, what one layer gets of the second.
-        layer: `(block, x, args, each) -> ((x, y), kept)`, the last what the backward pass needs beside the arguments.
+        row: `(each, number) -> each`, what one layer gets of `each`.
+        layer: `(block, x, args, each) -> ((x, y), kept)`, `kept` being what the backward pass needs besides the
+            arguments.
         layer_back: `(block, x, args, each, kept, d_x, d_y) -> (d_block, d_x)`.
-        leave: `(outer, head, part, carried) -> (sums, d_outer, d_head, d_carried)`, of `d_outer` those of `left_by`
-            alone; of arrays of the whole mesh, where all stages compute it together. Else `head` is empty.
+        leave: `(outer, head, part, carried) -> (sums, d_outer, d_head, d_carried)`, with `d_outer` of `left_by` alone;
+            of arrays of the whole mesh if all stages compute it together, else `head` is empty.
         enter_back: `(outer, part, d_x) -> d_outer`, with the gradients of `entered_by` alone.
         entered_by: which of the parameters outside of the layers are read before them.
-        left_by: which of them are read behind them.
+        left_by: which of them are read after the layers.
     """
 
     def __init__(self, source: Source):
@@ -133,7 +134,7 @@ class Pieces:
         return self.fold
 
     def _layer(self, block, x, args, each):
-        """One layer. It picks its parameters where it reads them: kept for its backward pass are the arguments."""
+        """One layer. It picks its parameters where it reads them, so its backward pass keeps the arguments."""
         fold, name = self.fold, self.fold.stack.axis.name
         stack = dataclasses.replace(fold.stack, block=jax.tree.unflatten(self.source.block, block))
         pick = lambda e: index(e, {name: 0}) if is_named(e) and name in e.names else e
@@ -141,7 +142,7 @@ class Pieces:
 
         def one(x):
             mine = jax.tree.map(pick, each, is_leaf=is_named)
-            if fold.makes:  # what layers measure is of a microbatch, and is summed over all
+            if fold.makes:  # layers measure a microbatch, and results are summed over all
                 return call(stack.layer(0), x, *mine, *args)
             with _cut():
                 return call(stack.layer(0), x, *mine, *args), None
@@ -210,7 +211,7 @@ class Pieces:
         self.leave = without_dead(Traced.of(leave, *types))
 
     def _check_enter(self) -> None:
-        """A permute is one of all devices, in the backward pass too; a gather is one of those that it names."""
+        """Refuses permutes: they involve all devices, in the backward pass too; a gather involves those named."""
         if _permutes(self.enter.closed.jaxpr):
             raise NamesError(
                 f"what comes before the '{self.source.name}' of a pipeline runs on its first stage alone, where no "
@@ -219,7 +220,7 @@ class Pieces:
             )
 
     def _check_layers(self) -> None:
-        """A permute is one of all devices, and in uneven parts some stages leave a layer out."""
+        """Refuses permutes in uneven parts: they involve all devices; some stages lack a layer."""
         parts = self.source.parts
         if parts.uneven and any(_permutes(piece.closed.jaxpr) for piece in (self.layer, self.layer_back)):
             raise NamesError(
@@ -234,7 +235,7 @@ class Pieces:
         return [i for i, live in enumerate(_live(traced)[: len(self.outer)]) if live]
 
     def _check_context(self) -> None:
-        """What all layers get is made again on every stage; of parameters its gradient would have to come back."""
+        """Refuses layers' arguments made of parameters: every stage makes them, and gradients would have to return."""
         if self._read_by(self.context):
             raise NamesError(
                 "what all layers of a pipeline get is made of the batch alone, got an argument of the layers that is "
@@ -242,13 +243,13 @@ class Pieces:
             )
 
     def _made(self):
-        """Types of what all layers make beside what they carry, each under the layers' name."""
+        """Types of what all layers make besides what they carry, each under the layers' name."""
         mesh = self.number.sharding.mesh
         one = jax.eval_shape(self._layer, self.source.layer, self.enter.out, self.args, self.row.out)[1]
         return jax.tree.map(lambda y: struct(y, mesh, shape=(self.source.parts.layers, *y.shape[1:])), one)
 
     def _row(self, each, number):
-        """What one layer gets of what each layer gets."""
+        """What one layer gets of `each`."""
         name = self.fold.stack.axis.name
         pick = lambda x: part_of(x.array, number, 1, x.index(name))
         has = lambda x: is_named(x) and name in x.names
@@ -256,19 +257,19 @@ class Pieces:
 
 
 def _cut() -> contextlib.AbstractContextManager:
-    """Within a layer nothing is computed along the batch, of which it sees a microbatch."""
+    """Keeps layers from computing along the batch, of which they see a microbatch."""
     layout = current_layout()
     return contextlib.nullcontext() if layout is None else dataclasses.replace(layout, cut=(BATCH,))
 
 
 def put(arrays: list, places: list[int], some: list) -> list:
-    """The arrays with others in some places."""
+    """The arrays, with others at some places."""
     found = dict(zip(places, some, strict=True))
     return [found.get(i, x) for i, x in enumerate(arrays)]
 
 
 def _live(traced: Traced) -> list[bool]:
-    """Of each argument whether a result is made of it."""
+    """For each argument, whether a result needs it."""
     jaxpr = traced.closed.jaxpr
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
 
@@ -278,7 +279,7 @@ def _permutes(jaxpr) -> bool:
 
 
 def without_dead(traced: Traced) -> Traced:
-    """The same without what nothing reads, all arguments kept."""
+    """The same without what nothing reads; all arguments stay."""
     jaxpr = traced.closed.jaxpr
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     consts = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
@@ -287,14 +288,14 @@ def without_dead(traced: Traced) -> Traced:
 
 
 def _split(pull: Callable, arguments) -> tuple[list[jax.Array], Callable]:
-    """A function that `jax.vjp` gave, taken apart: what it keeps besides the arguments of the differentiated function,
-    and `rebuild(arguments, kept)`, which puts it together again."""
+    """A function from `jax.vjp`, taken apart: what it keeps besides the arguments of the differentiated function, and
+    `rebuild(arguments, kept)`, which puts it together again."""
     leaves, structure = jax.tree.flatten(pull)
     number = {id(x): i for i, x in enumerate(jax.tree.leaves(arguments))}
     given = [number.get(id(leaf)) for leaf in leaves]
     keeps = [i is None and isinstance(leaf, jax.Array) for i, leaf in zip(given, leaves, strict=True)]
     kept = [leaf for leaf, keep in zip(leaves, keeps, strict=True) if keep]
-    # Of the others only marks stay: arrays belong to the trace that is over.
+    # Only marks of the others stay: arrays belong to the trace that is over.
     marks = [None if keep or i is not None else leaf for leaf, keep, i in zip(leaves, keeps, given, strict=True)]
 
     def rebuild(arguments, kept):

@@ -1,7 +1,8 @@
-"""A pipeline's loss and gradients, one forward, one backward: what a stage does in each tick, on one device.
+"""A pipeline's loss and gradients, one forward, one backward: what one device of a stage does in each tick.
 
-All that a stage keeps for its backward passes are `Schedule.slots` of them, however many microbatches there are. The
-gradient is made here, not by differentiating the ticks, in which every forward pass would come before any backward one.
+A stage keeps the values of at most `Schedule.slots` passes for their backward passes, however many microbatches there
+are. The gradient is made here, not by differentiating the ticks: then every forward pass would come before any backward
+one.
 """
 
 import dataclasses
@@ -24,13 +25,14 @@ from trellis.program.scopes import sometimes
 
 
 class Arrays(NamedTuple):
-    """What a pipeline is given: parameters outside of the layers, those of the layers, and the microbatches.
+    """What a pipeline is given.
 
     Attributes:
-        outer: as they are used.
-        head: of these, what all stages slice to compute together what comes after the layers, as they use it there.
-        layers: `"layers ..."`, over the stages.
-        parts: a tree of `"microbatches ..."`, the same on all stages.
+        outer: the parameters outside of the layers, as they are used.
+        head: those of them that all stages slice to compute together what comes after the layers, as they use them
+            there.
+        layers: the layers' parameters, `"layers ..."`, over the stages.
+        parts: the microbatches, a tree of `"microbatches ..."`, the same on all stages.
     """
 
     outer: list[jax.Array]
@@ -43,11 +45,11 @@ class _Carried(NamedTuple):
     """What a device has between two ticks.
 
     Attributes:
-        arrived: from the stage before.
+        arrived: what the stage before sent.
         returned: the gradient of what was sent, from the stage after.
         kept: what its forward passes left for their backward passes, each in its slot.
         d_layers, d_outer, d_head: gradients so far, in float32.
-        sums: of the loss so far.
+        sums: the loss's sums so far.
     """
 
     arrived: Any
@@ -62,7 +64,7 @@ class _Carried(NamedTuple):
 def run(pieces: Pieces, schedule: Schedule, axis: str, arrays: Arrays):
     """The sums of the loss over all microbatches, and the gradients of `outer`, `head` and `layers`.
 
-    Gradients lie as the arrays promise: copies have partial sums.
+    Gradients are placed as the arrays say: copies have partial sums.
     """
     specs = jax.tree.map(lambda x: spec_of(*_fields(state_of(x))), arrays)
     gradients = [[spec_of(*_gradient(state_of(x))) for x in group] for group in arrays[:3]]
@@ -90,10 +92,10 @@ class _Device:
     """One device's program.
 
     Attributes:
-        pieces, schedule: of the pipeline.
+        pieces, schedule: the pipeline's.
         axis: the mesh axis of the stages.
         view: runs the pieces on this device's parts.
-        pending: of each array outside of the layers, whether its gradient may stay a sum over the stages.
+        pending: for each array outside of the layers, whether its gradient may stay a sum over the stages.
     """
 
     pieces: Pieces
@@ -124,7 +126,7 @@ def _each(ticks: range, carry, body):
 
 
 class _Program:
-    """The ticks' two halves, on one device."""
+    """The two halves of ticks, on one device."""
 
     def __init__(self, device: _Device, arrays: Arrays):
         self.pieces, self.schedule, self.axis, self.view = device.pieces, device.schedule, device.axis, device.view
@@ -135,7 +137,7 @@ class _Program:
         self.all, self.together = self.pieces.source.parts, self.pieces.source.together is not None
 
     def start(self) -> _Carried:
-        """Before the first tick."""
+        """The carry before any tick."""
         pieces, places = self.pieces, (self.schedule.slots + 1, self.all.most)
         slot = (pieces.enter.out, pieces.layer.out[1])
         kept = jax.tree.map(lambda x: lax.empty((*places, *self._local(x)), x.dtype), slot)
@@ -146,7 +148,7 @@ class _Program:
         return _Carried(carried, carried, kept, *gradients, zeros(pieces.leave.out[0]))
 
     def forward(self, carry: _Carried, tick, ticks: range):
-        """The forward half of one of these ticks, and the gradient of what leaves the last stage in it, if it does."""
+        """The forward half of one of these ticks, and the gradient of what leaves the last stage in it, if any."""
         unit = self.schedule.forward(tick, self.stage)
         part = self._part(unit.microbatch)
         entered, made = carry.arrived
@@ -183,10 +185,10 @@ class _Program:
         return carry._replace(**dict(zip(("sums", "d_outer", "d_head"), totals, strict=True))), d_out
 
     def _left(self, totals, part, out):
-        """The sums and gradients with those of a microbatch that has left the layers, and the gradient of what left.
+        """Adds a microbatch that has left the layers to sums and gradients; also gives the gradient of what left.
 
-        Where all stages compute these together, the last one sends them what has left, and is the one to count what
-        all of them find alike.
+        If all stages compute these together, the last one sends them what has left, and it alone counts what all of
+        them find alike.
         """
         if self.together:
             out = jax.tree.map(lambda x: lax.psum(self._of_last(x), self.axis), out)
@@ -198,7 +200,7 @@ class _Program:
         return (_added(totals[0], sums), d_outer, _added(totals[2], d_head)), d_out
 
     def backward(self, carry: _Carried, d_out, tick, ticks: range) -> _Carried:
-        """The backward half; `d_out` is the gradient of what left in the same tick, or None where nothing leaves."""
+        """The backward half; `d_out` is the gradient of what left in the same tick, or None if nothing leaves."""
         unit = self.schedule.backward(tick, self.stage)
         part = self._part(unit.microbatch)
         d_carried = carry.returned
@@ -233,7 +235,7 @@ class _Program:
             return carry._replace(d_outer=lax.cond(here, back, lambda: d_outer))
 
     def _entered(self, d_outer: list[jax.Array], part, d_x) -> list[jax.Array]:
-        """The gradients outside of the layers with those of what enters them, of a microbatch."""
+        """The gradients outside of the layers, with those of a microbatch that enters them added."""
         places = self.pieces.entered_by
         back = lambda *args: self._call("enter_back", *args)
         found = onto([d_outer[i] for i in places], back, self.outer, part, d_x)
@@ -246,10 +248,10 @@ class _Program:
         return piece(self.view, *args)
 
     def _layers(self, unit: Unit, body, carry, reverse: bool = False):
-        """The layers of a group, one after the other: `body(carry, row, there)`.
+        """Runs the layers of a group in turn: `body(carry, row, there)`.
 
-        The last argument is None for layers that every group has. For the one that only the larger have, which stands
-        behind them, it says whether this group is one of these.
+        `there` is None for layers that every group has. For the last layer of larger groups, which follows these, it
+        says whether this group has it.
         """
         least = self.all.least
         step = lambda carry, row: (body(carry, row, None), None)
@@ -260,15 +262,15 @@ class _Program:
         return alike(further(carry)) if reverse else further(alike(carry))
 
     def _group(self, unit: Unit):
-        """Which of all groups one of this stage is."""
+        """Which of all groups this one is."""
         return unit.group * self.schedule.stages + self.stage
 
     def _place(self, unit: Unit, row):
-        """Which of this device's layers one of a group is."""
+        """Which of this device's layers this one is."""
         return unit.group * self.all.most + row
 
     def _number(self, unit: Unit, row):
-        """Which of all layers it is."""
+        """Which of all layers this one is."""
         return jnp.asarray(self.all.firsts)[self._group(unit)] + row
 
     def _block(self, unit: Unit, row) -> list[jax.Array]:
@@ -288,14 +290,14 @@ class _Program:
         return jax.tree.map(lambda x: one_of(x, (microbatch,)), self.parts)
 
     def _sent(self, tree, by: int):
-        """To the next stage, or the one before."""
+        """Sends to the stage after or before."""
         count = self.schedule.stages
         routes = [(s, (s + by) % count) for s in range(count)]
         return jax.tree.map(lambda x: permute(x, (self.axis,), routes), tree)
 
 
 def _where(there, make: Callable, leave: Callable):
-    """What `make` gives where a layer is there, what `leave` gives elsewhere. None: it is there on all stages."""
+    """What `make` gives if a layer is there, else what `leave` gives. None: it is there on all stages."""
     return make() if there is None else lax.cond(there, make, leave)
 
 
@@ -304,5 +306,5 @@ def _added(total, more):
 
 
 def _add(total, more, at):
-    """Onto a row: in place, by the product that makes it."""
+    """Adds to a row in place, by the product that makes `more`."""
     return with_part(total, _added(part_of(total, at, 1), more), at)

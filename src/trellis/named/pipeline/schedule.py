@@ -11,8 +11,8 @@ forward half and a backward half, and what a stage makes in one reaches its neig
              B          0    1    2    3    .
 
 What a stage keeps of its forward halves waits `2 (stages * groups - stage) - 1` ticks at most, however many
-microbatches there are. With more groups the stages idle for less of the time, a tick being shorter, and a microbatch
-is sent `groups` times.
+microbatches there are. With more groups a tick is shorter, so the stages idle for less of the time, and a microbatch is
+sent `groups` times.
 
 The same functions serve the program, where ticks and stages are traced, and its chart, where they are numbers.
 """
@@ -25,11 +25,11 @@ import numpy as np
 
 
 class Unit(NamedTuple):
-    """What one stage does in one half of a tick; where `works` is false, nothing of worth.
+    """What one stage does in one half of a tick; if `works` is false, nothing useful.
 
     Attributes:
         works: whether there is something to do.
-        number: of the forward pass on this stage, from 0; its backward pass has the same.
+        number: that of the forward pass on this stage, from 0; its backward pass has the same.
         group: which of the stage's parts of the layers.
         microbatch: which.
     """
@@ -42,7 +42,7 @@ class Unit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """Stages, groups of layers of each, and microbatches; with several groups, stages divide the microbatches."""
+    """Stages, groups of layers on each, and microbatches; with several groups, the stages divide the microbatches."""
 
     stages: int
     groups: int
@@ -50,21 +50,21 @@ class Schedule:
 
     @property
     def parts(self) -> int:
-        """Parts that the layers are cut into."""
+        """How many parts the layers have."""
         return self.stages * self.groups
 
     @property
     def units(self) -> int:
-        """Forward passes of one stage, and backward passes."""
+        """How many forward passes a stage has, and backward passes."""
         return self.microbatches * self.groups
 
     @property
     def slots(self) -> int:
-        """How many forward passes of a stage wait for their backward pass at most."""
+        """How many of a stage's forward passes wait for their backward pass, at most."""
         return int(self.places().max()) + 1
 
     def places(self) -> np.ndarray:
-        """Where a stage keeps what it kept of a forward pass, `i32["stages units"]`: in the lowest free place.
+        """Where a stage stores what it keeps of a forward pass, `i32["stages units"]`: in the lowest free place.
 
         >>> Schedule(4, 1, 16).slots, Schedule(4, 4, 16).slots
         (7, 19)
@@ -99,7 +99,7 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """The share of the time that a stage has nothing to do, if all ticks' halves take as long as another's.
+        """The share of the time in which a stage has nothing to do, if the halves of all ticks take equally long.
 
         >>> Schedule(4, 1, 16).bubble, Schedule(4, 4, 16).bubble
         (0.15789473684210525, 0.04477611940298507)
@@ -120,12 +120,12 @@ class Schedule:
         return unit._replace(works=unit.works & (unit.group == 0))
 
     def leaving(self, tick) -> Unit:
-        """The microbatch of which the last stage makes the result in this tick, if it makes one."""
+        """The microbatch whose result the last stage makes in this tick, if it makes one."""
         unit = self.forward(tick, self.stages - 1)
         return unit._replace(works=unit.works & (unit.group == self.groups - 1))
 
     def returned(self, tick) -> Unit:
-        """The microbatch of which the first stage makes the gradient of what entered, if it makes one."""
+        """The microbatch for which the first stage makes the gradient of what entered, if it makes one."""
         unit = self.backward(tick, 0)
         return unit._replace(works=unit.works & (unit.group == 0))
 
@@ -139,7 +139,7 @@ class Schedule:
 
 
 def _within(count, size: int):
-    """A count between 0 and size - 1, of a number or of an array."""
+    """A number or an array, clipped to 0 to size - 1."""
     if isinstance(count, int):
         return min(max(count, 0), size - 1)
     return count.clip(0, size - 1)

@@ -1,4 +1,4 @@
-"""Attention, by name and on plain arrays: one function each, several implementations of it."""
+"""Attention on named and on plain arrays: one function for each, with several implementations."""
 
 from trellis.nn.attention.attend import attend, attend_cached
 from trellis.nn.attention.decode import decode_attention

@@ -36,24 +36,24 @@ def attend(
     """Causal softmax attention, on any layout.
 
     Under context parallelism (`pos` mapped to a mesh axis) the layout's `context` says how a device reaches the other
-    slices' keys: they are gathered along the axis and their gradient is scattered back, or go around a ring, or the
-    slices of positions are exchanged for slices of heads, forward and back. Where only the queries' heads are sliced,
-    each device reads the key heads that it needs.
+    slices' keys: keys are gathered along the axis and their gradient is scattered back, or keys go around a ring, or
+    slices of positions are exchanged for slices of heads, there and back. If only the queries' heads are sliced, each
+    device reads the key heads that it needs.
 
     Names: those of `q`.
-    Gradient: probabilities are made again from queries and keys; a reduce-scatter for keys and values that were
+    Gradient: probabilities are computed again from queries and keys; a reduce-scatter for keys and values that were
         gathered, an all-reduce for those that are whole where queries are sliced, and permutes back where `pos` is
         sliced.
     Moves: nothing, unless `pos` is sliced: then an all-gather of keys and values, and permutes that share out the
         causal mask; or what the layout's `context` says instead.
 
     Args:
-        q: `"batch pos heads head_dim"`, or, of one example, without `batch`; so are the others then.
+        q: `"batch pos heads head_dim"`, or, for one example, without `batch`, and so are the others.
         k: `"batch key_pos kv_heads head_dim"`.
-        v: like `k`, or with `value_dim` for `head_dim`, a width of its own, which the result has then.
+        v: like `k`, or with `value_dim` for `head_dim`, a width of its own, which the result then has too.
         segment_ids: `i32["batch pos"]`, the document of each position; a query
             sees only its own document.
-        sinks: `"heads"`, a score beside those of the keys that has no value, so that weights may add up to less than 1.
+        sinks: `"heads"`, a score without a value beside those of the keys, so that weights may add up to less than 1.
         window: a query sees this many keys at most, itself included.
         **options: of `trellis.nn.dot_product_attention`: `causal`, `scale`,
             `logit_softcap`, `upcast`, `implementation`, `save_name`.
@@ -89,7 +89,7 @@ def _batch_of_one(x: NamedArray) -> NamedArray:
 
 
 def _own_heads(q: NamedArray, k: NamedArray, v: NamedArray, *, ordered: bool) -> tuple[NamedArray, NamedArray]:
-    """In manual mode, the key heads that a device's query heads read, of slices that attention can do without others.
+    """In manual mode, the key heads that a device's query heads read; refuses slices that would need others.
 
     Args:
         q, k, v: in the order of `QUERY` and `KEY`.
@@ -126,7 +126,7 @@ def _width(v: NamedArray) -> str:
 
 
 def _own_sinks(sinks: NamedArray, places: "_Places | None", copied: frozenset[str]) -> NamedArray:
-    """Sinks as the queries' heads are."""
+    """Sinks, sliced as the queries' heads are."""
     return sinks if places is None else move(sinks, (heads := places.queries[2],), copied - {*heads})
 
 
@@ -137,7 +137,7 @@ def attend_cached(
 
     Names: those of `q`.
     Gradient: that of attention to what is filled; nothing moves.
-    Moves: nothing, where the cache lies as the layout has it.
+    Moves: nothing, if the cache lies as the layout says.
 
     Args:
         q: `"batch pos heads head_dim"` with one position.
@@ -171,7 +171,7 @@ def attend_cached(
 class _Places:
     """Mesh axes of queries and of keys in attention, and of queries and results around it.
 
-    Keys are exchanged first and gathered then: of both at once a compiler makes a gather of everything.
+    Keys are exchanged first, then gathered: from both at once a compiler makes a gather of everything.
     """
 
     queries: tuple[Axes, ...]
@@ -196,7 +196,7 @@ class _Places:
         key_pos = by_kind["ring"] + (by_kind["gather"] if near else ())  # neighbours see all that a window shows
         exchanged = by_kind["exchange"]
         count = math.prod(layout.mesh.shape[a] for a in (*kv_heads, *exchanged))
-        # Where there are too few key heads to slice, all of their positions are gathered instead.
+        # If there are too few key heads to slice, all of their positions are gathered instead.
         kv_heads += exchanged if k.shape["kv_heads"] % count == 0 else ()
         rest = tuple(a for a in pos if a not in exchanged)
         first = batch, rest, kv_heads, head_dim

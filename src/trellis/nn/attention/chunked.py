@@ -1,9 +1,9 @@
 """Attention in unrolled chunks of queries that never touch the keys they cannot see.
 
-Each chunk's scores live only while that chunk is computed, forward and backward: the backward pass makes them
+Each chunk's scores live only while that chunk is computed, forward and backward: the backward pass computes them
 again, as FlashAttention does (Dao et al., 2022, arXiv:2205.14135), but at the size of a whole chunk times all its keys,
-because on a CPU a large product is worth more than a small working set. It makes them as the forward pass does, and
-divides the narrow operand by their sums: where memory is at hand the compiler keeps the exponentials instead.
+because on a CPU a large product is worth more than a small working set. It computes them as the forward pass does, and
+divides the narrow operand by their sums; so if there is memory, the compiler keeps the exponentials instead.
 Under causality half of all blocks are skipped, which no mask over a whole score matrix achieves.
 """
 
@@ -37,7 +37,7 @@ class _Settings(NamedTuple):
 
 
 def chunk_size(pos: int) -> int:
-    """Queries per chunk: 128 or what the program was tuned for, or more where that would unroll over 16 chunks.
+    """Queries per chunk: 128 or what the program was tuned for, or more if that would unroll over 16 chunks.
 
     >>> chunk_size(512), chunk_size(8192)
     (128, 512)
@@ -59,9 +59,9 @@ def chunked_attention(
     chunk: int | None = None,
     save_name: str | None = None,
 ) -> jax.Array:
-    """Softmax attention in chunks of queries, each made again in the backward pass.
+    """Softmax attention in chunks of queries, each computed again in the backward pass.
 
-    Arguments as in `trellis.nn.dot_product_attention`; besides,
+    Arguments as in `trellis.nn.dot_product_attention`, and:
 
     Args:
         chunk: queries per chunk.
@@ -75,7 +75,7 @@ def chunked_attention(
     # One product per kv head: heads that share a key lie next to each other as rows of one matrix.
     grouped = q.reshape(batch, pos, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    # Tied to the queries: masks that XLA took out of a loop over microbatches would differ forward and backward, and
+    # Tied to the queries: masks that XLA takes out of a loop over microbatches would differ forward and backward, and
     # what is made with them would be made twice.
     positions, grouped = jax.lax.optimization_barrier((_positions(q, k, 1), grouped))
     out = _attend(grouped, keys, values, (positions, segment_ids), settings)
@@ -100,7 +100,7 @@ def _rows(x, span):
 
 
 def _turned(x):
-    """`batch kv_heads rows head_dim` as `batch kv_heads head_dim rows`, copied: it is not turned inside a product."""
+    """`batch kv_heads rows head_dim` as `batch kv_heads head_dim rows`, copied, not transposed inside a product."""
     return copied_turned(x, (0, 1, 3, 2))
 
 
@@ -149,7 +149,7 @@ def _forward(q, k, v, tokens, settings: _Settings):
 
 
 def _plus(whole, part, span):
-    """A chunk's share added where its keys are. All of them are no scatter: JAX 0.11.2 ends the process over one."""
+    """Adds a chunk's share where its keys are; for all keys without a scatter, at which JAX 0.11.2 ends the process."""
     return whole + part if part.shape == whole.shape else whole.at[..., span[2] : span[3]].add(part)
 
 
@@ -177,8 +177,8 @@ def _attend_bwd(settings: _Settings, residuals, d_out):
     q, k, v, tokens, out, log_sum = residuals
     dtype = log_sum.dtype
     d_queries = []
-    # Sums over queries: what a CPU multiplies fast has them last on the left, so the narrow operand is turned, and the
-    # gradients of keys and values are made turned as well, as batch kv_heads head_dim key_pos.
+    # Sums over queries: a CPU multiplies fast if they are last on the left, so the narrow operand is transposed, and
+    # gradients of keys and values are made transposed as well, as batch kv_heads head_dim key_pos.
     d_keys, d_values = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), dtype) for x in (k, v))
     product = partial(jnp.einsum, preferred_element_type=dtype)
     for span in reversed([*_spans(q.shape[3], k.shape[2], settings)]):  # all keys first, where the sums are still zero

@@ -44,8 +44,8 @@ def cudnn_refuses(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudnnTiles:
-    """Tiles by cuDNN. It has no offset between queries and keys: what is neither whole nor begins at one place gets a
-    mask of the tile's size, and so do documents."""
+    """Tiles by cuDNN. It has no offset between queries and keys: a tile that is neither whole nor begins at one place
+    gets a mask of its size, and so do documents."""
 
     scale: float
     logit_softcap = None

@@ -24,13 +24,13 @@ def decode_attention(
     Args:
         q: `batch heads head_dim`, the queries of the newest positions.
         k: `batch key_pos kv_heads head_dim`, the cache, the newest position's key included.
-        v: like `k`; its heads may have another width, which the result has then.
+        v: like `k`; its heads may have another width, which the result then has too.
         lengths: `i32["batch"]`, how many positions of each cache are filled, at least 1; the newest is `lengths - 1`.
         window: see only the last `window` filled positions.
         scale: multiplies the scores; `head_dim ** -0.5` if None.
         logit_softcap: scores become `cap * tanh(scores / cap)`.
         upcast: compute scores and weights in float32.
-        sinks: `heads`, a score beside those of the keys that has no value.
+        sinks: `heads`, a score without a value beside those of the keys.
 
     Returns:
         `batch heads head_dim`.

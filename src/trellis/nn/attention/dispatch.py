@@ -22,7 +22,7 @@ IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
 
 
 class AttentionError(TrellisError, ValueError):
-    """Arguments that no attention, or not this implementation of it, can take."""
+    """Arguments that no implementation of attention, or not the chosen one, can take."""
 
 
 def dot_product_attention(
@@ -47,27 +47,27 @@ def dot_product_attention(
 
     On a mesh in explicit mode the arrays may be sharded: `batch` alike in all of them, `heads` and `kv_heads` alike
     (or `heads` alone, where each device's query heads read whole kv heads). Keys and values may be in the `~` state,
-    so that their gradient arrives as a pending sum. Where positions are whole, nothing moves inside.
+    so that their gradient arrives as a pending sum. If positions are whole, nothing moves inside.
 
-    `pos` may be sliced, too (context parallelism). Along a mesh axis along which keys are whole each device's queries
-    see them here; along one that slices `key_pos` too they go around a ring, beside the kernels, and under a window to
-    the neighbours that see them. Devices have as much to do under a causal mask: each works on one piece from the front
-    and one from the back of the sequence. Under a layout with `dealt` positions they are there; otherwise they are
-    exchanged first, and results are exchanged back.
+    `pos` may be sliced too (context parallelism). Along a mesh axis along which keys are whole, each device's queries
+    see them here; along one that slices `key_pos` too, keys go around a ring, beside the kernels, or under a window to
+    the neighbours that see them. Under a causal mask all devices have the same amount to do: each works on one piece
+    from the front and one from the back of the sequence. Under a layout with `dealt` positions the pieces are there;
+    otherwise they are exchanged first, and results are exchanged back.
 
     Args:
         q: `batch pos heads head_dim`.
         k: `batch key_pos kv_heads head_dim`.
-        v: like `k`; its heads may have another width, which the result has then.
+        v: like `k`; its heads may have another width, which the result then has too.
         causal: a query sees no later key. Position 0 of `pos` and of `key_pos` is the same place.
-        window: a query sees this many keys at most, itself included (and as many ahead where not causal).
+        window: a query sees this many keys at most, itself included (and as many ahead if not causal).
         segment_ids: `i32["batch pos"]` and `i32["batch key_pos"]`: a query sees only keys of its own document.
-        sinks: `heads`, a score beside those of the keys that has no value, so that weights add up to less than 1.
+        sinks: `heads`, a score without a value beside those of the keys, so that weights add up to less than 1.
         scale: multiplies the scores; `head_dim ** -0.5` if None. An array (a scalar that depends on the layer, say)
             is multiplied into the queries.
         logit_softcap: scores become `cap * tanh(scores / cap)`.
-        upcast: sum and soften scores in float32 whatever the arrays' dtype. Accelerators' kernels always do.
-        implementation: "auto" takes cuDNN's on NVIDIA GPUs and splash on TPUs where these can compute what is asked,
+        upcast: take sums and softmax of scores in float32 whatever the arrays' dtype. Accelerators' kernels always do.
+        implementation: "auto" takes cuDNN's on NVIDIA GPUs and splash on TPUs if these can compute what is asked,
             and "chunked" elsewhere and in evaluation through a pipeline's stages; "reference", "chunked", "cudnn" and
             "splash" insist.
         save_name: the name under which `jax.checkpoint` policies can save what the backward pass needs, so that the
@@ -157,7 +157,7 @@ def _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation) -> s
         "splash": lambda: splash_refuses(q, k, **asked),
     }
     layout = current_layout()
-    if layout is not None and layout.mapped:  # so it is in JAX 0.10.2
+    if layout is not None and layout.mapped:  # as of JAX 0.10.2
         why = "kernels do not run mapped over mesh axes, as evaluation through a pipeline's stages is"
         refuses = dict.fromkeys(refuses, lambda: why)
     if implementation != "auto":

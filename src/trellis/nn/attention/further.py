@@ -11,23 +11,23 @@ from trellis.nn.attention.mosaic import block_of
 from trellis.nn.attention.sliced.tile import Ids, Part, Tile
 from trellis.nn.attention.sliced.visits import Entry, Keys, Queries, said_mask, said_work
 
-# Sides of the blocks of scores: of tiles that are seen whole the products of a block, and those of causal ones.
+# Sides of the blocks of scores: of a block's products in tiles that are seen whole, and of those in causal tiles.
 WHOLE, CAUSAL = 1024, 512
-# Bytes of a head's row that blocks are for; wider ones have smaller blocks.
+# Bytes of a head's row for which blocks have these sides; wider rows have smaller blocks.
 ROW = 256
-# Of chips that kernels of our own were compiled for. Of the vector memory a part is left to the compiler.
+# The units of chips for which our own kernels were compiled. Part of the vector memory is left to the compiler.
 UNITS = {
     "TPU v5 lite": mosaic.Units(100 * 2**20, 128),
     "TPU v5": mosaic.Units(52 * 2**20, 128),
     "TPU v6": mosaic.Units(100 * 2**20, 256),
 }
-# Of the vector memory, the part of a key in the backward pass, itself and its gradients before and after: the more keys
-# are there, the fewer times the gradients of queries are read.
+# Bytes of the vector memory for a key in the backward pass, with its gradients before and after: the more keys are
+# there, the fewer times the gradients of queries are read.
 KEY_BYTES = 12 * 2**10
 
 
 def units_of(device_kind: str) -> mosaic.Units | None:
-    """The units of a chip for which there are kernels of our own, by what JAX calls it.
+    """The units of a chip for which we have our own kernels, by JAX's name for it; None for others.
 
     >>> units_of("TPU v4"), units_of("TPU v6 lite").columns
     (None, 256)

@@ -1,10 +1,10 @@
-"""Kernels of our own for TPUs, of the parts of an attention that follow each other: a ring's.
+"""Our own TPU kernels for the parts of an attention that follow each other: a ring's.
 
-Each takes the result so far and gives it with one more tile, in place: the softmax over more keys begins where that
+Each takes the result so far and returns it with one more tile, in place: the softmax over more keys begins where that
 over the keys before ended, at its maximum `m`, its sum `l` and its result `o` (Milakov and Gimelshein, 2018,
-arXiv:1805.02867; Dao, 2023, arXiv:2307.08691). With the log of the sum as `m`, that sum is 1, and `o` is the result
-itself, so these two are all that there is to keep. The gradients so far are read and written in the same way. So
-nothing of a tile is put together, added, cut out or copied outside of its kernel.
+arXiv:1805.02867; Dao, 2023, arXiv:2307.08691). With the log of the sum as `m`, the sum is 1 and `o` is the result
+itself, so only these two are kept. The gradients so far are read and written in the same way. So nothing of a tile is
+put together, added, cut out or copied outside of its kernel.
 """
 
 import functools
@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-# Scores are in powers of two, which are what the vector units raise: of them exp(x) is exp2(x / LN2), a product more.
+# Scores are exponents of two, since the vector units raise two to a power: exp(x) is exp2(x / LN2), a product more.
 LN2 = math.log(2.0)
 # The score of a key that is not seen; less than the log of a sum over no keys (`sliced.tile.NOTHING`).
 HIDDEN = -2.0e38
-# How many blocks of scores of a step are written out.
+# How many of a step's blocks of scores are unrolled.
 _WRITTEN_OUT = 4
 
 
@@ -33,11 +33,11 @@ def block_of(length: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What a chip has.
+    """A chip's units.
 
     Attributes:
         memory: bytes of vector memory that a kernel may take.
-        columns: of a product that its matrix units make at once.
+        columns: columns of a product that its matrix units make at once.
     """
 
     memory: int
@@ -50,7 +50,7 @@ class Blocks:
 
     Attributes:
         queries, keys: positions that are in the vector memory together.
-        scores: of the keys, how many are multiplied at once.
+        scores: how many of the keys are multiplied at once.
     """
 
     queries: int
@@ -60,7 +60,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How scores are made: of a tile of so many queries and keys, causal ones in blocks that are seen.
+    """How a tile's scores are made; if it is causal, only in blocks that are seen.
 
     Attributes:
         queries, keys: positions of the tile.
@@ -81,7 +81,7 @@ class Scores:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What a compiled program says of a kernel's call; with its operands, all of it."""
+        """What a compiled program says of a kernel's call; with its operands, this describes all of it."""
         sizes = dict(queries=self.queries, keys=self.keys, softcap=self.softcap)
         blocks = dict(block_queries=self.blocks.queries, block_keys=self.blocks.keys)
         return {name: str(value) for name, value in (sizes | blocks).items()}
@@ -93,7 +93,7 @@ class Scores:
         return lax.div(jnp.minimum(end, self.keys - 1), blocks.keys)
 
     def each_block(self, row, column, block) -> None:
-        """Calls `block(first, masked)` for each block of scores that is seen, `first` of the keys in memory."""
+        """Calls `block(first, masked)` for each block of scores that is seen, from key `first` in memory on."""
         queries, keys, size = self.blocks.queries, self.blocks.keys, self.blocks.scores
         written = next(n for n in range(_WRITTEN_OUT, 0, -1) if keys // size % n == 0)
 
@@ -112,7 +112,7 @@ class Scores:
         some(0, None) if turns == 1 else lax.fori_loop(0, turns, some, None)
 
     def of(self, left, right):
-        """The scores, and before the soft cap those over it, `tanh` taken."""
+        """The scores, and under a soft cap the `tanh` that they are made from."""
         scores = lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         if self.softcap is None:
             return scores, None
@@ -130,7 +130,7 @@ class Scores:
 
 
 def _column(row, count: int):
-    """A row of numbers for each lane, `count` lanes."""
+    """A row of numbers as a column, the same in `count` lanes."""
     return jnp.tile(jnp.broadcast_to(row, (LANES, row.shape[1])).T, (1, count // LANES))
 
 
@@ -142,7 +142,7 @@ def forward(scores: Scores, start, q, k, v, ids, out, log_sum):
         start: `i32[2]`, the tile's first block of queries and of keys.
         q: `batch heads pos head_dim`, times the scale of the scores over `LN2`.
         k, v: `batch kv_heads key_pos head_dim`.
-        ids: the documents of `batch 1 pos` and `batch 1 key_pos`, or None.
+        ids: the documents, `batch 1 pos` and `batch 1 key_pos`, or None.
         out: `f32["batch heads pos head_dim"]`.
         log_sum: `f32["batch heads 1 pos"]`.
     """
@@ -191,7 +191,7 @@ def _in_place(body, name: str, scores: Scores, grid, given: list, so_far: list):
 def _forward(start, q, k, v, *rest, scores: Scores, documents: bool):
     *ids, out_before, log_before, out, log_sum, top, total, sums = rest
     row, column, blocks = pl.program_id(2), pl.program_id(3), scores.blocks
-    # Where a product with the values leaves half of the matrix units' columns, weights are summed in these.
+    # If a product with the values leaves half of the matrix units' columns free, weights are summed in these.
     beside = v.shape[1] == LANES < scores.units.columns
 
     @pl.when(column == 0)
@@ -233,7 +233,7 @@ def backward(scores: Scores, start, q, k, v, ids, known, log_sum, d_out, d_q, d_
     """The gradients so far with those of a tile, whose keys are one block.
 
     Args:
-        scores, start, q, k, v, ids: as of `forward`.
+        scores, start, q, k, v, ids: as in `forward`.
         known, log_sum: `f32["batch heads 1 pos"]`, the result times its gradient, and the log of the sums, of all keys.
         d_out: like the result.
         d_q: `f32["batch heads pos head_dim"]`, of the queries times the scale alone.

@@ -14,7 +14,7 @@ class Pattern:
     Query `i` (counted from the first query of the whole sequence) sees key `j` if
 
     - `causal`: `j <= i`;
-    - `window`: `i - j < window`, so a window of 1 sees only itself, and, where the mask is not causal,
+    - `window`: `i - j < window`, so a window of 1 sees only itself, and, if the mask is not causal,
       `j - i < window` too.
     """
 

@@ -1,4 +1,4 @@
-"""Attention on a mesh: where queries, keys and values are, and their program where positions are whole."""
+"""Attention on a mesh: where queries, keys and values are, and the program for positions that are whole."""
 
 import math
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Placement:
         batch, pos, heads: mesh axes of those dimensions.
         key_pos: mesh axes of the keys' positions: those of `pos`, or the major ones of them.
         kv_heads: mesh axes of the keys' heads: those of `heads`, or the major ones of them.
-        copied: mesh axes along which keys and values are in the `~` state, each.
+        copied: mesh axes along which keys are in the `~` state, and likewise for values.
     """
 
     mesh: jax.sharding.AbstractMesh | None
@@ -47,7 +47,7 @@ class Placement:
         return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
 
     def run(self, kernel: Callable, arrays: tuple, tables=(), table_specs=(), *, check: bool = True) -> jax.Array:
-        """Calls `kernel(q, k, v, segment_ids, *tables)` on each device's part, where positions are whole.
+        """Calls `kernel(q, k, v, segment_ids, *tables)` on each device's part, if positions are whole.
 
         `tables` are more arguments, with their specs. `check` is `jax.shard_map`'s `check_vma`.
         """
@@ -78,8 +78,8 @@ class Placement:
         return place.run(kernel, plain, tables, table_specs, check=check)
 
     def without_copies(self, arrays) -> tuple["Placement", tuple]:
-        """The arrays as they are but for copies: under a vmap over a mesh axis JAX (0.10.2 to 0.12) takes none of them
-        into a shard_map."""
+        """The same arrays without copies: under a vmap over a mesh axis JAX (0.10.2 to 0.12) takes no copies into a
+        shard_map."""
         plain = tuple(None if x is None else jax.reshard(x, spec_of(state_of(x).axes)) for x in arrays)
         return replace(self, copied=(frozenset(),) * 3), plain
 
@@ -90,7 +90,7 @@ class Placement:
         return (q, k, v, PartitionSpec(batch, None), PartitionSpec(batch, None))[:count]
 
     def own_heads(self, x, local_heads: int):
-        """The kv heads that this device's query heads read, where query heads are sliced over more mesh axes."""
+        """The kv heads that this device's query heads read, if query heads are sliced over more mesh axes."""
         more = self.heads[len(self.kv_heads) :]
         if not more:
             return x
@@ -102,7 +102,7 @@ class Placement:
 def meeting_slices(q, k, v, sinks) -> tuple:
     """The operands of attention, as copies (`~x`) only over mesh axes that slice what they meet.
 
-    Over another axis each device has the whole of the gradient, and no part of a sum.
+    Over another axis each device has the whole gradient, not a part of a sum.
     """
     queries, keys = (frozenset(state_of(x).sliced) for x in (q, k))
     of_positions = frozenset(axis for axes in state_of(q).axes[:2] for axis in axes)

@@ -1,10 +1,10 @@
-"""Attention sinks: a score of each head that no key has, so that its weights may add up to less than 1.
+"""Attention sinks: a score for each head that belongs to no key, so that its weights may add up to less than 1.
 
 A head's sink stands in the denominator of its softmax beside the scores of all keys, and has no value (Xiao et al.,
 2023, arXiv:2309.17453; OpenAI, 2025, arXiv:2508.10925, section 2.2). So it is one more part of all keys, put together
-with the rest as parts are (`sliced/tile.py`): of a result `o` and the log of its sums `s`, with a sink `c` the log is
-`m = log(exp(s) + exp(c))` and the result `o exp(s - m)`. Given these two, a kernel's gradient is the right one, whoever
-made them; the sink's own is minus the sum of its weights times the mean of what its queries' weights pull.
+with the rest as parts are (`sliced/tile.py`): from a result `o` and the log of its sums `s`, a sink `c` makes the log
+`m = log(exp(s) + exp(c))` and the result `o exp(s - m)`. Given these two, a kernel's gradient is right, whoever made
+them; the sink's own is minus the sum, over its queries, of its weight times the result's product with its gradient.
 """
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 def weights_beside(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """The softmax over keys, beside a sink for each head where there are some.
+    """The softmax over keys, beside a sink for each head if there are any.
 
     Args:
         scores: `batch kv_heads groups ... key_pos`.
@@ -61,5 +61,5 @@ def sinks_gradient(out: jax.Array, d_out: jax.Array, log_sum: jax.Array, sinks: 
 
 
 def _row(sinks: jax.Array) -> jax.Array:
-    """In float32, as the log of sums has heads."""
+    """Sinks in float32, with heads where the log of sums has them."""
     return sinks.astype(jnp.float32)[None, :, None]

@@ -12,18 +12,18 @@ from trellis.nn.attention.mosaic import LANES, block_of
 from trellis.nn.attention.sliced.tile import Ids, Tile
 from trellis.nn.attention.sliced.visits import said, said_mask
 
-# Sides of the blocks of scores. The larger they are the fuller are the matrix units, and the fewer the parts that the
-# backward pass gives for the queries (`benchmarks/splash_schedule.py`); but of a causal mask's scores more are computed
-# for nothing the fewer blocks there are: large ones from SOME of them on, the widest from MANY.
+# Sides of the blocks of scores. Larger ones fill the matrix units better, and the backward pass makes fewer parts for
+# the queries (`benchmarks/splash_schedule.py`); but under a causal mask, the fewer blocks there are the more scores are
+# computed for nothing. So blocks are large from SOME of them on, and the widest from MANY.
 BLOCK, LARGE_BLOCK, SOME, MANY = 512, 1024, 4, 8
 # Bytes of a head's row up to which large blocks fit the vector memory, and up to which twice as many keys do.
 LARGE_ROW, WIDE_ROW = 512, 256
 
 
 def widest_blocks(device_kind: str, *, capped: bool = False) -> tuple[int, int]:
-    """The most queries and keys of a block that fit the vector memory of a chip, by what JAX calls it.
+    """The most queries and keys of a block that fit the vector memory of a chip, by JAX's name for it.
 
-    Chips that it was not compiled for have the smallest, and so have scores with a soft cap, of which there are two
+    Chips for which it was not compiled have the smallest, and so do scores with a soft cap, of which there are two
     copies.
 
     >>> widest_blocks("TPU v4"), widest_blocks("TPU v5"), widest_blocks("TPU v6 lite")
@@ -59,7 +59,7 @@ def _mask(tile: Tile):
 
 
 def _blocks(tile: Tile, row_bytes: int, widest: tuple[int, int]):
-    """Sizes of blocks, and whether the backward pass is one kernel, five products instead of seven.
+    """Sizes of blocks, and whether the backward pass is one kernel, with five products instead of seven.
 
     That kernel writes the gradient of all queries for each block of keys, to be added up after it, and passes over
     blocks that are hidden: it is for few blocks of keys, most of them seen.
@@ -95,7 +95,7 @@ def _most(tile: Tile, row_bytes: int, widest: tuple[int, int]) -> tuple[int, int
 def _pieces(tile: Tile, row_bytes: int, widest: tuple[int, int]) -> list[tuple[int, int, Tile]]:
     """A tile in pieces of its keys, few enough blocks each for a backward pass of one kernel.
 
-    Of each: the first query that sees one of its keys, its first key, and the tile of these.
+    For each piece: the first query that sees one of its keys, its first key, and the tile of these.
     """
     size = MANY * _blocks(tile, row_bytes, widest).block_kv
     count = -(-tile.keys // size)
@@ -112,8 +112,8 @@ def _pieces(tile: Tile, row_bytes: int, widest: tuple[int, int]) -> list[tuple[i
 
 
 def _for_cores(heads: int, *arrays):
-    """Arrays `batch heads ...`, of which a batch of an odd size has its heads in two halves: a chip of two cores gives
-    each of them a part of the batch, and in the backward pass of nothing else."""
+    """Arrays `batch heads ...`, where a batch of an odd size gets its heads in two halves: a chip of two cores gives
+    each core a part of the batch, and in the backward pass of nothing else."""
     if arrays[0].shape[0] % 2 == 0 or heads % 2:
         return arrays
     return [x.reshape(2 * x.shape[0], x.shape[1] // 2, *x.shape[2:]) for x in arrays]
@@ -129,7 +129,7 @@ class SplashTiles:
 
     Attributes:
         widest: the most queries and keys of a block, by `widest_blocks`.
-        further: computes tiles that follow each other, where a chip has kernels for it.
+        further: computes tiles that follow each other, if a chip has kernels for it.
         interpret: runs it on any backend, slowly.
     """
 
@@ -177,7 +177,7 @@ class SplashTiles:
         return d_q * self.scale, d_k, d_v
 
     def _scaled(self, q):
-        """Queries times the scale of the scores. In bfloat16 that would be rounded: DeepSeek-V3's, 0.1352, by 0.3 %."""
+        """Queries times the scale of the scores. In bfloat16 this would be rounded: DeepSeek-V3's, 0.1352, by 0.3 %."""
         return (q.astype(jnp.float32) * self.scale).astype(q.dtype)
 
     def _table(self, tile: Tile, q) -> SplashTable:

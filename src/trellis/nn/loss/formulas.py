@@ -17,10 +17,10 @@ class Settings(NamedTuple):
     Attributes:
         z_loss, logit_softcap, vocab_size, vocab_first: as in `linear_cross_entropy`.
         chunk: tokens a chunk; None for what suits an accelerator.
-        total_type: in which the gradient of the unembedding is summed over chunks of tokens.
+        total_type: the type in which the gradient of the unembedding is summed over chunks of tokens.
         vocab_axes: mesh axes that slice the vocabulary, none of them the tokens'.
         chunk_bytes: what a chunk's float32 logits take on an accelerator; None for what suits it.
-        narrow: of which kind the products are, where they are narrow.
+        narrow: the kind of the products, if they are narrow.
         tile: tokens that share scales in a narrow product; chunks are a multiple of it.
     """
 
@@ -37,7 +37,7 @@ class Settings(NamedTuple):
 
 
 def changes(sums, gradients, tangents, axes: Axes = ()):
-    """The tangents of a loss's sums: of the total, by its gradients, which are made together with it; of others none.
+    """The tangents of a loss's sums: the total's, by its gradients, which are made together with it; no others.
 
     Args:
         sums: `(total, its parts)`.
@@ -79,12 +79,12 @@ def weighed(largest, total, hit, weights, z_loss: float):
         largest: the largest logit.
         total: sum of `exp(logit - largest)`.
         hit: the target's logit.
-        weights: what each token counts.
+        weights: how much each token counts.
         z_loss: weight of the squared log-normalizer.
     """
     log_sum = largest + jnp.log(total)
     entropy, z_sum = jnp.sum(weights * (log_sum - hit)), jnp.sum(weights * (z_loss * log_sum * log_sum))
-    # The target has the largest logit exactly if it is the largest logit: no search for its place.
+    # The target's logit is compared with the largest one, which saves a search for the largest one's place.
     correct = jnp.sum(jnp.where(hit >= largest, weights, 0.0))
     sums = entropy + z_sum, (entropy, z_sum, correct, jnp.sum(weights))
     return sums, weights * (1 + 2 * z_loss * log_sum) / total, log_sum - hit + z_loss * log_sum * log_sum

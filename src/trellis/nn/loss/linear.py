@@ -1,4 +1,4 @@
-"""A product with the unembedding and the cross entropy of its logits, in one: on arrays, on any mesh."""
+"""The product with the unembedding and the cross entropy of its logits, in one: on plain arrays, on any mesh."""
 
 import dataclasses
 import math
@@ -45,7 +45,7 @@ class TokenLoss(NamedTuple):
     tokens: jax.Array
 
     def plus(self, penalty: jax.Array | None) -> "TokenLoss":
-        """The same with something more to minimize, summed over tokens; None for nothing."""
+        """The same loss plus a penalty, summed over tokens; None adds nothing."""
         return self if penalty is None else self._replace(total=self.total + penalty)
 
 
@@ -67,18 +67,18 @@ def linear_cross_entropy(
     """Summed cross entropy of next-token logits `x @ unembed`, and what is reported beside it.
 
     Gradients are made together with the loss, chunk by chunk, so each logit is computed once; without
-    differentiation only the loss is. Logits, their softmax and all sums are float32 whatever the dtype of `x`.
+    differentiation only the loss is made. Logits, their softmax and all sums are float32 whatever the dtype of `x`.
 
     On a mesh in explicit mode `batch` and `pos` may be sharded, and `vocab` over other axes (vocabulary parallel:
     devices share the largest logit, the sum of exponentials and the target's logit, three numbers a token). `x` and
     `unembed` may be in the `~` state, so that their gradients arrive as pending sums. A `"vocab embed"` that is sliced
-    over mesh axes of the tokens is gathered chunk by chunk, and so is its gradient scattered: see `vocab_chunks`.
+    over mesh axes of the tokens is gathered chunk by chunk, and its gradient is scattered likewise: see `vocab_chunks`.
 
     Args:
         x: `batch pos embed`.
         unembed: `embed vocab`, or `vocab embed` if `vocab_first`.
         targets: `i32["batch pos"]`.
-        weights: `f32["batch pos"]`, what each token counts, 0 for none; all 1 if None.
+        weights: `f32["batch pos"]`, how much each token counts, 0 for not at all; all 1 if None.
         z_loss: adds `z_loss * log_sum_exp ** 2` to each token's loss (PaLM, Chowdhery et al., 2022,
             arXiv:2204.02311, section 5).
         logit_softcap: logits become `cap * tanh(logits / cap)`.
@@ -87,8 +87,8 @@ def linear_cross_entropy(
         chunk: tokens per chunk on each device; not for an unembedding that is gathered in chunks.
         chunk_bytes: what a chunk's float32 logits take on an accelerator, instead of the loss's own choice.
         bias: `vocab`, added to the logits; sharded as `unembed` is.
-        narrow: `x` and `unembed` in narrow numbers, sharded as they are, which are multiplied instead; `unembed` is
-            `vocab_first` then. Gradients are those of `x` and `unembed`, of which nothing else is used.
+        narrow: `x` and `unembed` in narrow numbers, sharded like them, which are multiplied instead; `unembed` is
+            `vocab_first` then. Gradients are those of `x` and `unembed`, which are not used otherwise.
 
     Raises:
         LossError: shapes or shardings do not fit together.
@@ -111,7 +111,7 @@ def linear_cross_entropy(
     states = [state_of(a) for a in (x, unembed, targets)]
     if states[0].mode != "explicit":
         return _local(x, head, targets, weights, narrow, settings)
-    weights = place(weights, states[2].axes)  # JAX makes ones of a value that a program closes over whole
+    weights = place(weights, states[2].axes)  # for a value that a program closes over, JAX makes these ones whole
     batch, pos, _ = states[0].axes
     across, vocab, chunks = states[1].axes, (), None
     if set(batch + pos) & set(across[0] + across[1]):
@@ -203,7 +203,7 @@ def reported(total, rest) -> TokenLoss:
 
 
 def _vocab_axes(states: list[State], x, unembed, vocab_first: bool) -> Axes:
-    """The mesh axes that slice the vocabulary of an unembedding that every device uses as it has it."""
+    """The mesh axes that slice the vocabulary of an unembedding of which every device uses the part that it has."""
     shown = _check_states(states, x, unembed)
     vocab, contracted = states[1].axes if vocab_first else states[1].axes[::-1]
     if states[0].axes[2] or contracted:
@@ -212,7 +212,7 @@ def _vocab_axes(states: list[State], x, unembed, vocab_first: bool) -> Axes:
 
 
 def _check_states(states: list[State], x, unembed) -> str:
-    """What holds however the unembedding is sliced; returns the operands' types, for further messages."""
+    """Checks what must hold however the unembedding is sliced; returns the operands' types for further messages."""
     shown = f"got x {jax.typeof(x).str_short()}, unembed {jax.typeof(unembed).str_short()}, in linear_cross_entropy"
     if states[0].pending or states[1].pending:
         raise LossError(f"the loss is not linear, so no operand is a pending sum, {shown}: settle it, with reshard")

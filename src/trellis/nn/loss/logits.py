@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are there."""
+"""Cross entropy of logits that are held all at once."""
 
 import jax.numpy as jnp
 
@@ -6,13 +6,13 @@ from trellis.named import Axis, NamedArray, logsumexp, one_hot
 
 
 def cross_entropy(logits: NamedArray, targets: NamedArray, over: str = "vocab") -> NamedArray:
-    """Nats of each target: one number wherever there is a target, in float32.
+    """The cross entropy of each target in nats, one float32 number for each.
 
-    Of a language model's whole batch the logits take most of the memory: `next_token_loss` never has them all at once.
+    The logits of a language model's whole batch take most memory: `next_token_loss` never holds them all at once.
 
     Names: those of `logits` but `over`.
     Gradient: the softmax less the target; nothing moves.
-    Moves: an all-reduce where the name in `over` is sliced.
+    Moves: an all-reduce if the name in `over` is sliced.
 
     >>> logits = tr.zeros({"batch": 2, "pos": 3, "vocab": 4})
     >>> cross_entropy(logits, tr.zeros({"batch": 2, "pos": 3}, jnp.int32)).mean("pos")

@@ -45,14 +45,14 @@ def next_token_loss(
     Gradient: made along with the sums; a reduce-scatter for an unembedding that was gathered, an all-reduce for hidden
         states that meet a sliced `vocab`.
     Moves: an all-gather of an unembedding that rests in slices; an all-reduce of the sums over tokens, and of three
-        numbers a token where `vocab` is sliced.
+        numbers a token if `vocab` is sliced.
 
     Args:
         hidden: `"batch pos embed"`.
-        unembedding: `"vocab embed"`; as `tr.Narrow` in fp8 or mxfp8 its three products are made in these: the gradient
-            of a logit, at most what its token counts, has its scale from that, for all chunks the same.
+        unembedding: `"vocab embed"`; as `tr.Narrow`, its three products are in fp8 or mxfp8. The gradient of a logit is
+            at most what its token counts, and its scale is made from that, the same for all chunks.
         targets: `i32["batch pos"]`.
-        weights: `f32["batch pos"]`, what each token counts.
+        weights: `f32["batch pos"]`, how much each token counts.
         bias: `"vocab"`, added to the logits.
         vocab_size: the true size of a padded vocabulary.
         **options: of `linear_cross_entropy`: `z_loss`, `logit_softcap`, `chunk`.
@@ -118,8 +118,8 @@ def _narrow(hidden: NamedArray, unembedding: NamedArray, weights, kind: Kind, z_
 def _mapped(
     hidden, unembedding, targets, weights, bias, vocab_size, kind=None, *, z_loss=0.0, logit_softcap=None, **_
 ) -> TokenLoss:
-    """The loss by name, of logits all at once: for `vmap` over mesh axes, as for a loss of each example, where JAX maps
-    no program by hand. Chunks are what the mapped name makes of them."""
+    """The loss by name, from all logits at once: for `vmap` over mesh axes, such as for a loss of each example, since
+    JAX maps no program written by hand. The mapped name cuts them into chunks."""
     head = unembedding if kind is None else Narrow(unembedding, kind)
     logits = dot(hidden, head, over="embed", preferred_element_type=jnp.float32)
     if bias is not None:
@@ -128,7 +128,7 @@ def _mapped(
     columns = arange(logits.axis("vocab"))
     if vocab_size is not None:
         logits = where(columns < vocab_size, logits, -jnp.inf)
-    largest = stop_gradient(reduction(jnp.max, logits, "vocab"))  # where it is to be NaN, the sum below is
+    largest = stop_gradient(reduction(jnp.max, logits, "vocab"))  # if the result is to be NaN, the sum below is NaN
     total = exp(logits - largest).sum("vocab")
     hit = where(outer(equal, targets, columns), logits, 0.0).sum("vocab")
     counted = jnp.ones_like(hit.array) if weights is None else weights.astype(jnp.float32).array
@@ -137,19 +137,19 @@ def _mapped(
 
 
 def tied(table: NamedArray, tokens: NamedArray, kind: Kind | None = None) -> NamedArray:
-    """A table where both of its uses have it: rows of it that are looked up, and the unembedding of the loss.
+    """Moves a table to where both of its uses want it: the lookup of its rows, and the unembedding of the loss.
 
-    Moved once for both, its gradients are summed on each device, and over devices once; each use on its own would move
-    the table's gradient on its own. Where the loss gathers an unembedding in chunks, it stays as it is.
+    It moves once for both, so its gradients are summed on each device first, and over devices once; otherwise each use
+    would move the table's gradient by itself. If the loss gathers an unembedding in chunks, the table stays as it is.
 
     Names: `vocab embed`.
-    Gradient: summed over both uses first; a reduce-scatter where the table was gathered.
+    Gradient: summed over both uses first; a reduce-scatter if the table was gathered.
     Moves: an all-gather of a table that rests in slices, unless the loss gathers it in chunks.
 
     Args:
         table: `"vocab embed"`.
         tokens: `"batch pos"`, those of the batch.
-        kind: of the loss's products, where they are narrow.
+        kind: of the loss's products, if they are narrow.
     """
     layout = current_layout()
     if layout is None or state_of(table.array).mode != "explicit":
@@ -164,11 +164,11 @@ def tied(table: NamedArray, tokens: NamedArray, kind: Kind | None = None) -> Nam
 def _in_chunks(count: int, unembedding: NamedArray, tokens, vocab, kind: Kind | None) -> bool:
     """Whether the loss gathers the unembedding in chunks, instead of getting it whole.
 
-    On accelerators, of a table that one of its dimensions slices over mesh axes of the tokens, where a device has no
-    more tokens than `embed`: the exponentials that are kept then take no more room than the whole table would.
+    It does on accelerators, if mesh axes of the tokens slice one dimension of the table, and a device has no more
+    tokens than `embed`: the exponentials that are kept then take no more room than the whole table would.
 
     Args:
-        count: of all tokens.
+        count: how many tokens there are.
         unembedding: `"vocab embed"`.
         tokens, vocab: the mesh axes that slice them.
         kind: of narrow products; tiles are not cut into chunks.
@@ -183,7 +183,7 @@ def _in_chunks(count: int, unembedding: NamedArray, tokens, vocab, kind: Kind | 
 
 @jax.custom_jvp
 def gradients_together(hidden: jax.Array, unembedding: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both as they are; their gradients are made together, before the layers' backward passes begin.
+    """Returns both unchanged; their gradients are made together, before the layers' backward passes begin.
 
     Left alone, a compiler sums the unembedding's gradient over devices at the end of the step, and keeps each device's
     whole part of it, a gigabyte for an 8B model, through all layers.

@@ -1,8 +1,8 @@
 """The three products of the loss, of plain factors or of narrow ones (`tr.Narrow`).
 
 Narrow factors are rounded with the scale of the whole array, before the loss cuts it into chunks. The gradient of the
-logits is never there as a whole, but its largest element is known before: a logit's gradient is its token's weight
-times a chance, or times a chance less 1. So its scale is made from the largest weight, and depends neither on chunks
+logits never exists as a whole, but a bound on it is known in advance: a logit's gradient is its token's weight times a
+probability, or times a probability less 1. So its scale is made from the largest weight, and depends neither on chunks
 nor on the mesh.
 """
 
@@ -22,7 +22,7 @@ from trellis.notation import spec_of
 
 Factor = jax.Array | Rounded
 
-# In the others most chances become zero: of gradients of logits int8 has none between 0 and 1/254 of the largest.
+# In the others most probabilities become zero: int8 has no number between 0 and 1/254 of the largest gradient.
 ABLE: tuple[Kind, ...] = ("fp8", "mxfp8")
 
 
@@ -32,9 +32,9 @@ class NarrowFactors:
     """What the loss multiplies, in narrow numbers.
 
     Attributes:
-        x: `batch pos embed`; of its tiles' scales `batch pos_block embed_block`.
+        x: `batch pos embed`; its tiles' scales are `batch pos_block embed_block`.
         unembed: `vocab embed`.
-        limit: the largest that a gradient of logits can be, a scalar.
+        limit: the largest possible gradient of a logit, a scalar.
         kind: of the numbers.
     """
 
@@ -50,7 +50,7 @@ def narrow_factor(array: jax.Array, kind: Kind) -> Rounded:
 
 
 def specs(narrow: NarrowFactors, tokens: tuple[Axes, Axes], table: tuple[Axes, Axes]) -> NarrowFactors:
-    """How the factors lie on a mesh, whose axes slice tokens and the unembedding."""
+    """How the factors lie on a mesh, by the axes that slice tokens and the unembedding."""
 
     def of(found: Rounded, axes) -> Rounded:
         return found._replace(values=spec_of(axes), scale=spec_of(axes if found.scale.ndim else ()), largest=None)
@@ -59,13 +59,13 @@ def specs(narrow: NarrowFactors, tokens: tuple[Axes, Axes], table: tuple[Axes, A
 
 
 def limit_of(weights: jax.Array, z_loss: float) -> jax.Array:
-    """The largest that the gradient of a token's logits can be: its weight; with a z-loss, whose part is small beside
-    it, twice that."""
+    """The largest possible gradient of a logit: the largest weight of a token; with a z-loss, whose part is small
+    beside it, twice that."""
     return jnp.max(jnp.abs(weights)) * (2.0 if z_loss else 1.0)
 
 
 def in_chunks(x: Rounded, chunk: int) -> Rounded:
-    """Hidden states of one device cut into chunks of tokens: `chunk token embed`; the last one is filled up."""
+    """Hidden states of one device cut into chunks of tokens: `chunk token embed`; the last one is padded."""
     rows = math.prod(x.values.shape[:-1])
     count = -(-rows // chunk)
 
@@ -81,13 +81,13 @@ def in_chunks(x: Rounded, chunk: int) -> Rounded:
 
 
 def tile_of(kind: Kind, pos: int) -> int:
-    """How many tokens share scales, of sequences of `pos` tokens."""
+    """How many tokens share scales, in sequences of `pos` tokens."""
     form = TYPES[kind].blocks
     return 1 if form is None else block_of(pos, form.block)
 
 
 def joined(factor: Factor) -> Factor:
-    """Chunks, one after the other, as one array of tokens; a factor's one scale stands in each of them."""
+    """Chunks joined to one array of tokens; a factor's one scale is in each of them."""
     if not isinstance(factor, Rounded):
         return factor.reshape(-1, factor.shape[-1])
     flat = lambda a: a.reshape(-1, a.shape[-1])
@@ -107,10 +107,10 @@ def gradient_factor(d_logits: jax.Array, dtype, settings: Settings, limit=None) 
     """The gradient of logits, `f32["token vocab"]`, as both of its products take it.
 
     Args:
-        d_logits: it.
+        d_logits: the gradient.
         dtype: of plain factors.
         settings: how.
-        limit: of narrow ones: the largest that it can be.
+        limit: for narrow factors, its largest possible element.
     """
     if settings.narrow is None:
         return d_logits.astype(dtype)
@@ -130,8 +130,8 @@ def to_x(d_logits: Factor, unembed: Factor, settings: Settings, dtype=None) -> j
 
 
 def to_unembed(d_logits: Factor, x: Factor, settings: Settings) -> jax.Array:
-    """The float32 gradient of `unembed`, a sum over tokens. On a CPU what has them first is turned before the product:
-    within it that takes as long as the product itself."""
+    """The float32 gradient of `unembed`, a sum over tokens. On a CPU the factor with tokens first is transposed
+    before the product: inside it, that takes as long as the product itself."""
     if isinstance(d_logits, Rounded):
         return multiplied(d_logits, x, (((0,), (0,)), ((), ())), settings.narrow, jnp.float32)
     left, right = (d_logits, x) if settings.vocab_first else (x, d_logits)
@@ -143,7 +143,7 @@ def to_unembed(d_logits: Factor, x: Factor, settings: Settings) -> jax.Array:
 
 def turns_sum(x: Factor, tokens: int, unembed: jax.Array, settings: Settings) -> bool:
     """Whether the gradient of an unembedding that has the vocabulary first is summed over chunks with it last, and
-    turned at the end: on a CPU, where that is less to copy than the gradient of all logits."""
+    transposed at the end: on a CPU, if that copies less than the gradient of all logits."""
     if isinstance(x, Rounded) or not settings.vocab_first or on_accelerator(unembed):
         return False
     vocab, embed = unembed.shape

@@ -21,22 +21,22 @@ from trellis.nn.loss.products import (
     turns_sum,
 )
 
-# On a CPU a chunk has so many tokens, unless something else was measured.
+# Tokens of a chunk on a CPU, unless the program was tuned for another number.
 CPU_CHUNK = 512
-# On accelerators a chunk's float32 logits take at most this many bytes, but for no more chunks than the second number:
+# On accelerators a chunk's float32 logits take at most this many bytes, in at most as many chunks as the second number:
 # each adds once to the gradient of `unembed`, which is kept in that parameter's own type there (a gigabyte less for a
 # vocabulary of 128k and a width of 4096 in bfloat16). With few tokens nothing is added: see `_with_kept_gradients`.
 LOGITS_BYTES, MOST_CHUNKS = 1 << 28, 8
 
 
 def chunk_size(count: int, columns: int, settings: Settings) -> int:
-    """Tokens a chunk, of `count` tokens and `columns` of the vocabulary on a device."""
+    """Tokens of a chunk, with `count` tokens and `columns` of the vocabulary on a device."""
     wanted = min(settings.chunk or accelerator_chunk(count, columns, settings.chunk_bytes or LOGITS_BYTES), count)
     return -(-wanted // settings.tile) * settings.tile
 
 
 def accelerator_chunk(count: int, columns: int, logits_bytes: int = LOGITS_BYTES) -> int:
-    """Tokens a chunk on an accelerator, of `count` tokens and `columns` of the vocabulary on a device.
+    """Tokens of a chunk on an accelerator, with `count` tokens and `columns` of the vocabulary on a device.
 
     >>> accelerator_chunk(4096, 128_256), accelerator_chunk(65536, 128_256), accelerator_chunk(4096, 1024)
     (512, 8192, 4096)
@@ -51,11 +51,11 @@ def summed_by_tokens(x, head, targets, weights, narrow: NarrowFactors | None, se
 
     Args:
         x: `"chunk token embed"`.
-        head: this device's part of the unembedding, and of its bias where there is one.
+        head: this device's part of the unembedding, and of its bias, if there is one.
         targets: `i32["chunk token"]`, counted in the whole vocabulary.
         weights: `f32["chunk token"]`.
-        narrow: what is multiplied instead of `x` and the unembedding, of which only the types are used then; `x` in
-            chunks likewise. Or None.
+        narrow: what is multiplied instead of `x` and the unembedding, whose types alone are used then; its `x` is in
+            chunks too. Or None.
         settings: how.
     """
     factor, head = _factors(x, head, narrow)
@@ -86,7 +86,7 @@ def _instantiated(primal, tangent):
 
 
 def _factors(x, head, narrow: NarrowFactors | None):
-    """What is multiplied: hidden states in chunks, and the unembedding with its bias, where it has one."""
+    """What is multiplied: hidden states in chunks, and the unembedding with its bias, if it has one."""
     return (x, head) if narrow is None else (narrow.x, (narrow.unembed, *head[1:]))
 
 
@@ -118,8 +118,8 @@ def _with_gradients(x, head, targets, weights, narrow: NarrowFactors | None, set
 
 
 def _with_kept_gradients(x, head, targets, weights, narrow: NarrowFactors | None, settings: Settings, weighted: bool):
-    """For no more tokens than `embed`: the gradient of all logits, in the type of `x`, takes no more room than the
-    gradient of `unembed`, which then is one product instead of a sum over chunks, made when `unembed` is gone."""
+    """The same for no more tokens than `embed`: the gradient of all logits, in the type of `x`, then takes no more room
+    than that of `unembed`, which is one product instead of a sum over chunks, made when `unembed` is gone."""
     factor, used = _factors(x, head, narrow)
     about = dict(gradient=True, dtype=x.dtype, limit=None if narrow is None else narrow.limit, weighted=weighted)
 
@@ -137,7 +137,7 @@ def _with_kept_gradients(x, head, targets, weights, narrow: NarrowFactors | None
 
 
 def _zero_sums(factor, head, targets, weights, settings: Settings):
-    """Zeros that differ where the sums of a chunk do, which are settled over the mesh axes of the vocabulary."""
+    """Zeros that vary over mesh axes as a chunk's sums do, which are settled over those of the vocabulary."""
     operands = jax.tree.leaves((factor, head, targets, weights))
     axes = tuple(a for a in varying_axes(*operands) if a not in settings.vocab_axes)
     zero = vary(jnp.zeros((), jnp.float32), axes)

@@ -1,9 +1,9 @@
-"""Cross entropy where the unembedding stays sliced over the tokens' own mesh axes, and is gathered in chunks.
+"""Cross entropy with an unembedding that stays sliced over the tokens' own mesh axes and is gathered in chunks.
 
 Chunks of the vocabulary follow each other as blocks of keys do in attention, with the largest logit, the sum of
 exponentials and the pull on `x` so far (the online softmax of Milakov and Gimelshein, 2018, arXiv:1805.02867). The
-exponentials are kept, in the type of `x`; when the sums are known they become the gradients of the logits, and these a
-chunk of the unembedding's gradient, which is scattered at once. The whole unembedding is never on one device, nor is
+exponentials are kept, in the type of `x`; when the sums are known they become the gradients of the logits, which give a
+chunk of the unembedding's gradient, and that is scattered at once. The whole unembedding is never on one device, nor is
 its gradient; each chunk is gathered once, and its logits are computed once.
 """
 
@@ -28,14 +28,14 @@ TILE = 8
 
 
 class VocabChunks(NamedTuple):
-    """How an unembedding, `"vocab embed"`, is sliced over devices, and each device's part is cut into chunks of rows.
+    """How an unembedding, `"vocab embed"`, is sliced over devices, and how each part is cut into chunks of rows.
 
     Attributes:
         dim: what is sliced, 0 for `vocab` or 1 for `embed`.
         axes: the mesh axes that slice it.
         devices: how many slices they make.
         local: rows of one device.
-        rows: of them in a chunk; the last chunk may have fewer.
+        rows: how many of them a chunk has; the last one may have fewer.
     """
 
     dim: int
@@ -51,7 +51,7 @@ class VocabChunks(NamedTuple):
 
 
 def cut(dim: int, axes: Axes, devices: int, local: int, tokens: int, chunk_bytes: int | None = None) -> VocabChunks:
-    """Chunks whose float32 logits, of so many tokens, take about `chunk_bytes`, or `CHUNK_BYTES` if None.
+    """Chunks whose float32 logits, for `tokens` tokens, take about `chunk_bytes`, or `CHUNK_BYTES` if None.
 
     >>> chunks = cut(0, ("data",), 256, local=504, tokens=4096)
     >>> chunks.number, chunks.rows
@@ -112,7 +112,7 @@ def _with_gradients(x, unembed, targets, weights, narrow: NarrowFactors | None, 
         d_logits = powers.astype(jnp.float32) * scale[:, None] - jnp.where(hot, push[:, None], 0.0)
         d_logits = gradient_factor(d_logits, x.dtype, settings, limit)
         d_chunk = to_unembed(d_logits, factor, settings).astype(unembed.dtype)
-        for axis in chunks.axes:  # over several at once libtpu sums everything, and slices that
+        for axis in chunks.axes:  # over several at once libtpu sums everything, then slices it
             d_chunk = lax.psum_scatter(d_chunk, axis, scatter_dimension=chunks.dim, tiled=True)
         return None, d_chunk
 
@@ -139,7 +139,7 @@ def _all_chunks(
 ):
     """Sums over all chunks; if `keep`, also `(index, exponentials, the largest logits they were taken with)` of each.
 
-    Two loops, each over half of them: libtpu finds room for two buffers of half a gigabyte where it finds none for one.
+    Two loops, each over half of them: libtpu finds room for two buffers of half a gigabyte, not for one of both.
     """
     tokens, embed = x.shape
     full = lambda value, *shape: vary(jnp.full((tokens, *shape), value, jnp.float32), varying_axes(x, unembed))
@@ -151,7 +151,7 @@ def _all_chunks(
     factor = x if narrow is None else narrow.x
     opened = (lambda chunk: chunk) if narrow is None else lambda chunk: Rounded(chunk, narrow.unembed.scale)
     wide = chunks.rows * (1 if chunks.dim else chunks.devices)
-    # The exponentials' place is made when `x` is there. Left to itself libtpu makes it before the layers, a gigabyte.
+    # The exponentials' buffer is made when `x` is there. Left alone, libtpu makes it, a gigabyte, before the layers.
     zero, _ = lax.optimization_barrier((jnp.zeros((), x.dtype), x))
     zero = vary(zero, varying_axes(sums.total))
 
@@ -192,7 +192,7 @@ def _one_chunk(sums: _Sums, x: Factor, chunk: Factor, index, targets, settings: 
 
 
 def _real(index, vocab_size: int | None, chunks: VocabChunks):
-    """Which columns of a chunk are words: not what fills up the last chunk, nor a padded vocabulary's end."""
+    """Which columns of a chunk are words, not the padding of the last chunk or of the vocabulary."""
     own = index * chunks.rows + jnp.arange(chunks.rows)[None, :]
     first = jnp.arange(1 if chunks.dim else chunks.devices)[:, None] * chunks.local
     words = vocab_size or chunks.local * first.size
@@ -200,7 +200,7 @@ def _real(index, vocab_size: int | None, chunks: VocabChunks):
 
 
 def _column(targets, index, chunks: VocabChunks):
-    """The column of a chunk that is each token's target, or -1 where it is in another chunk."""
+    """The column of a chunk that is each token's target, or -1 if it is in another chunk."""
     device, own = (0, targets) if chunks.dim else (targets // chunks.local, targets % chunks.local)
     own = own - index * chunks.rows
     return jnp.where((own >= 0) & (own < chunks.rows), device * chunks.rows + own, -1)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing, its losses, tokens on their way to experts, and the products."""
+"""Mixtures of experts: routing and its losses, the ways of tokens to experts, and the experts' products."""
 
 from trellis.nn.moe.config import Dispatch, Routing, Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts

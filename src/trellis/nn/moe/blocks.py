@@ -1,9 +1,9 @@
-"""Grouped products on CPUs: group by group, in blocks of its rows.
+"""Grouped products on CPUs: group by group, in blocks of rows.
 
-There `jax.lax.ragged_dot` multiplies every row with every weight. A group's weight is read from the array of all once,
-and its rows go in blocks: each size as often as it is filled but for `VACANT` rows, the last for the rest.
-A block may reach into the rows of other groups, which are selected out of it: nothing is padded, and nothing copied but
-blocks.
+There `jax.lax.ragged_dot` multiplies every row with every weight. Here a group's weight is read once from the array of
+all weights, and its rows are cut into blocks: each size is used while it is filled but for `VACANT` rows, the last one
+for the rest. A block may reach into the rows of other groups, which are masked out: nothing is padded, and only blocks
+are copied.
 """
 
 import functools
@@ -19,25 +19,25 @@ from trellis.mesh.parts import one_of, part_of, with_one, with_part
 from trellis.named.backend import copied_turned
 from trellis.program.said import loop_turns
 
-# Rows that are multiplied at once. Large blocks reach a CPU's full speed, and half of a smallest one is multiplied in
-# vain for each group, in the mean. On an AMD EPYC (family 26) a float32 product with a weight as it lies takes as long
-# for each of 8 or 48 rows as of 512; with a turned one, or in bfloat16, it takes as long as 10 rows besides, and where
-# it is added to a sum as 10 more. So a block that is filled but for 32 rows, or a quarter, is taken as full.
+# Rows that are multiplied at once. Large blocks reach a CPU's full speed; on average, half of a smallest one is
+# multiplied in vain for each group. On an AMD EPYC (family 26) a float32 product with a weight as it lies takes as long
+# per row for 8 or 48 rows as for 512. With a transposed weight, or in bfloat16, it takes as long as 10 rows more, and
+# added to a sum as another 10. So a block that is filled but for 32 rows, or a quarter, is taken as full.
 BLOCKS, FINE_BLOCKS, VACANT = (512, 128, 64, 32, 16), (512, 48, 8), 32
-# Of so few rows all blocks are of the smallest size: each size is a loop of its own, which takes longer to compile than
-# they take to multiply.
+# Up to this many rows, all blocks are of the smallest size: each size is a loop of its own, which takes longer to
+# compile than these rows take to multiply.
 FEW = 256
 
 
 def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False) -> jax.Array:
-    """As `grouped_matmul`; `weights` are `groups in out`, or `groups out in` where they are swapped."""
+    """As `grouped_matmul`; `weights` are `groups in out`, or `groups out in` if they are swapped."""
     count, columns, dtype = rows.shape[0], weights.shape[1 if swapped else 2], rows.dtype
     ends, blocks = jnp.cumsum(sizes), _blocks(count, BLOCKS if swapped or dtype != jnp.float32 else FINE_BLOCKS)
     over = ((1,), (1 if swapped else 0,)), ((), ())
     rows, weights = _bits(rows), _bits(weights)
 
     def group(i, out):
-        # Behind a barrier it is copied once, not for each block.
+        # Behind a barrier it is copied once, and not for each block.
         weight = lax.optimization_barrier(one_of(weights, (i,)))
 
         def block(out, first, size):
@@ -53,10 +53,10 @@ def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: 
 
 
 def rows_gradient(d: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array) -> jax.Array:
-    """Of rows that went into several products, the gradient of all of them: `rows in`.
+    """The gradient of rows that went into several products, through all of these: `rows in`.
 
     Args:
-        d: of each product's result the gradient, `rows out`.
+        d: the gradient of each product's result, `rows out`.
         weights: of each product, `groups in out`.
         sizes: `i32["groups"]`.
     """
@@ -65,10 +65,10 @@ def rows_gradient(d: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: j
 
 
 def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Of each group, its rows' products with their gradients, summed in float32: `groups in out`.
+    """For each group, the products of its rows with their gradients, summed in float32: `groups in out`.
 
-    The first block of a group is as large as an even load fills: where the group has as many rows, the sum begins with
-    its product instead of zeros.
+    The first block of a group is as large as an even load fills: if the group has as many rows, the sum begins with its
+    product instead of zeros.
 
     Args:
         rows: `rows in`.
@@ -86,14 +86,14 @@ def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp
         begin, end = ends[i] - sizes[i], ends[i]
 
         def product(first, size):
-            # Not rows of others, nor of nobody: they may be no numbers.
+            # Without rows of other groups or of none, which may be NaN.
             start, own = _own(first, size, count, first, end)
             parts = (part_of(a, start, size) for a in (rows, d))
             x, y = (jnp.where(own, a, jnp.zeros((), a.dtype)) for a in parts)
             x = copied_turned(x, (1, 0))
             return _product(_floats(x, given), _floats(y, given), (((1,), (0,)), ((), ())))
 
-        # Of a sum of two arrays and nothing else XLA's CPU compiler makes a loop that takes four times as long.
+        # From a sum of two arrays and nothing else XLA's CPU compiler makes a loop that takes four times as long.
         block = lambda total, first, size: jnp.where(first < end, total + product(first, size), total)
         zeros = lambda: _like(jnp.zeros(out.shape[1:]), rows, d, sizes)
         if count <= FEW:
@@ -111,15 +111,15 @@ def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp
 
 
 def _own(first, size: int, count: int, begin, end) -> tuple[jax.Array, jax.Array]:
-    """Where a block begins that is to begin at `first`, so that it ends within `count` rows, and which of its rows lie
-    from `begin` to `end`: `bool["rows 1"]`."""
+    """Where a block for `first` begins, so that it ends within `count` rows, and which of its rows lie from `begin` to
+    `end`: `bool["rows 1"]`."""
     start = jnp.minimum(first, count - size)
     number = start + jnp.arange(size)
     return start, ((begin <= number) & (number < end))[:, None]
 
 
-# XLA's CPU compiler updates a slice of bfloat16 by making the whole array float32 and back, in every turn of a loop
-# (JAX 0.10.2): what is moved are the bits.
+# To update a slice of bfloat16, XLA's CPU compiler converts the whole array to float32 and back, in every turn of a
+# loop (JAX 0.10.2); so bits are moved instead.
 def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
@@ -129,20 +129,20 @@ def _floats(x: jax.Array, dtype) -> jax.Array:
 
 
 def _in_blocks(block: Callable, carry, first: jax.Array, count: jax.Array, even: int, blocks: tuple[int, ...]):
-    """What blocks make of a carry, one after another.
+    """The carry after all blocks, one after another.
 
     Args:
         block: `block(carry, first, size)`: where it is to begin, and its size.
         carry: to start with.
         first, count: of the group's rows.
-        even: rows of a group where the load is even.
+        even: rows of a group under an even load.
         blocks: their sizes, from the largest.
     """
     for size in blocks:
         last = size == blocks[-1]
         turns = lax.div(count + (size - 1 if last else _vacant(size)), jnp.int32(size))  # neither is negative
         turn = lambda i, carry, first=first, size=size: block(carry, first + i * size, size)
-        # Rows are the same however they are cut: counted as if all went in the smallest blocks.
+        # Rows are the same however they are cut, so they are counted as if all were in the smallest blocks.
         with loop_turns(even if last else 0, size):
             carry = lax.fori_loop(0, turns, turn, carry)
         first, count = first + turns * size, jnp.maximum(count - turns * size, 0)
@@ -150,7 +150,7 @@ def _in_blocks(block: Callable, carry, first: jax.Array, count: jax.Array, even:
 
 
 def _vacant(size: int) -> int:
-    """Rows that may be missing in a block that is taken as full."""
+    """How many rows may be missing in a block that is taken as full."""
     return min(size // 4, VACANT)
 
 
@@ -164,5 +164,5 @@ def _product(x: jax.Array, y: jax.Array, over) -> jax.Array:
 
 
 def _like(x, *arrays):
-    """An array that may differ between devices wherever one of some others does."""
+    """`x` as an array that may vary between devices wherever one of `arrays` does."""
     return vary(x, varying_axes(*arrays))

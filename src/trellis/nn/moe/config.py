@@ -1,18 +1,18 @@
-"""How tokens are kept evenly over experts, and how they get there: a part of a run's file."""
+"""How tokens are kept evenly over experts, and how they get to them: a part of a run's file."""
 
 import dataclasses
 from typing import Literal
 
 from trellis.errors import UserError
 
-# Of even loads: past the number of experts there are no more tokens.
+# In even loads: beyond the number of experts there are no more tokens.
 _MOST_ROOM = 1000
 
 Way = Literal["auto", "dense", "grouped", "gather", "ragged", "slots", "hierarchical"]
 Dispatch = Literal["mxfp8", "bits"]
 
-# Names of what a policy keeps only if it names them, and only some layouts have: experts that are gathered from other
-# devices, and what the first exchange of the hierarchical way brought.
+# Marks that a policy keeps only if it names them, and that only some layouts have: experts gathered from other devices,
+# and what the first exchange of the hierarchical way brought.
 EXPERT_WEIGHTS, FAR_ROWS = "expert_weights", "far_rows"
 
 
@@ -29,39 +29,40 @@ class Routing:
     scale: float = 1.0
     """Factor on these weights. Set it as an imported model has it."""
     groups: int = 1
-    """Parts of the same size that the experts are in, neighbours together. Set it to the devices or hosts that share
-    the experts, to limit how many of them a token is sent to."""
+    """How many parts of the same size the experts are in, neighbours together. Set it to the number of devices or hosts
+    that share the experts, to limit how many of these a token is sent to."""
     groups_per_token: int = 1
-    """From how many of these groups a token's experts come: those whose two best experts have the largest sum. Lower
-    it to send tokens to fewer devices."""
+    """How many of these groups a token's experts come from: those whose two best experts have the largest sum. Lower it
+    to send tokens to fewer devices."""
     balance: float = 0.0
-    """Weight of the load-balancing loss. Raise it, as to 0.01, where a few experts get most tokens."""
+    """Weight of the load-balancing loss. Raise it, say to 0.01, if a few experts get most tokens."""
     balance_over: Literal["batch", "sequence"] = "batch"
     """What experts' shares are counted over. With microbatches, counting over the batch costs another forward pass.
-    Choose sequence where microbatches make counting over the batch expensive."""
+    Choose sequence if microbatches make counting over the batch expensive."""
     z_loss: float = 0.0
-    """Weight of the squared log of the denominator of the router's softmax. Set it to 1e-3 or so where the router's
+    """Weight of the squared log of the denominator of the router's softmax. Set it to 1e-3 or so if the router's
     logits grow."""
     bias_rate: float | None = None
-    """How much each expert's bias, which only picks experts, moves a step towards an even load; null has no biases. Set
-    it, as to 0.001, to even out experts without a loss."""
+    """How much each expert's bias, which only picks experts, moves towards an even load in a step; null for no biases.
+    Set it, say to 0.001, to even out experts without a loss."""
     capacity: float | None = None
-    """Room of each expert in each sequence, in tokens of an even load; later tokens are dropped. null drops none. Set
-    it, as to 1.25, where steps must take the same time whatever the router does."""
+    """Room of each expert in each sequence, as a multiple of an even load; later tokens are dropped. null drops none.
+    Set it, say to 1.25, if steps must take the same time whatever the router does."""
     way: Way = "auto"
-    """How tokens get to their experts: gather, ragged or slots over the mesh axes of the experts; hierarchical once
-    over the first of these and on along the others; grouped brings the experts' weights to the tokens; dense computes
-    all experts for all tokens. Choose one where a plan says that it is faster than what auto takes."""
+    """How tokens get to their experts: gather, ragged or slots over the mesh axes of the experts; hierarchical goes
+    once over the first of these and on along the others; grouped brings the experts' weights to the tokens; dense
+    computes all experts for all tokens. Choose one if a plan says that it is faster than what auto takes."""
     slack: float = 1.5
-    """Room of an exchange's buffers, in tokens of an even load. What does not fit goes in further rounds. Raise it
-    where exchanges often need further rounds; lower it where buffers are too large."""
+    """Room of an exchange's buffers, as a multiple of an even load. What does not fit goes in further rounds. Raise it
+    if exchanges often need further rounds; lower it if buffers are too large."""
     interleave: int = 1
-    """In how many parts the sequences of a device go through a layer side by side, so that rows of one are on their
-    way while another is computed. Set it to 2 where a plan says that an exchange is waited for."""
+    """In how many parts a device's sequences go through a layer side by side, so that rows of one part travel while
+    another is computed. Set it to 2 if a plan says that a step waits for an exchange."""
     dispatch: Dispatch | None = None
-    """In which numbers tokens go to their experts, and gradients of what experts made: mxfp8, e4m3 in blocks of 32,
+    """Numbers in which tokens, and gradients of experts' results, go to experts: mxfp8, e4m3 in blocks of 32, takes
     about half the bytes of bfloat16. What comes back is not rounded. null leaves all in the type of the rest; bits, for
-    checking, sends the same way what is not rounded. Set mxfp8 where a plan says that an exchange is waited for."""
+    checking, sends numbers the same way without rounding. Set mxfp8 if a plan says that a step waits for an
+    exchange."""
 
     def __post_init__(self):
         rules = {

@@ -1,11 +1,11 @@
-"""Rows on their way to experts in eight bits; what experts make of them comes back as it is.
+"""Rows travel to experts in eight bits; experts' results come back without rounding.
 
-Numbers of a row share powers of two in blocks of 32 (MXFP8, `trellis.named.blocks`), and these travel with it, in one
-array. The gradient of what comes back goes the way of the rows, and so in eight bits too; that of the rows comes back
-as it is (DeepSeek-AI, 2024, arXiv:2412.19437, section 3.3.3).
+Numbers of a row share powers of two in blocks of 32 (MXFP8, `trellis.named.blocks`), which travel with it in one array.
+The gradient of what comes back goes the way of the rows, so in eight bits too; that of the rows comes back without
+rounding (DeepSeek-AI, 2024, arXiv:2412.19437, section 3.3.3).
 
-A row is rounded by its own numbers, wherever it goes, and rows that stay are rounded as those that travel: what a model
-computes does not depend on its layout.
+A row is rounded by its own numbers, wherever it goes, and rows that stay are rounded like those that travel, so what a
+model computes does not depend on its layout.
 """
 
 import dataclasses
@@ -29,22 +29,22 @@ from trellis.nn.moe.tiles import LANES
 # Rows of any kind of numbers, and integers that say where each goes.
 Move = Callable[[jax.Array, Any], jax.Array]
 
-# The type of rows in eight bits on their way, as the notation has it.
+# The type of rows that travel in eight bits, in the notation.
 WORDS = "u16"
 
-# Bytes that rows are filled up to: what vectorized copies take at once, and rows of a TPU's tile, which hold 128 words
-# of 16 bits, two of them so that a ragged exchange moves whole tiles (`in_tiles`).
+# Rows are padded to a multiple of these bytes: what vectorized copies take at once, and two rows of a TPU's tile, of
+# 128 words of 16 bits each, so that a ragged exchange moves whole tiles (`in_tiles`).
 _ALIGNED, _TILE = 16, 2 * 2 * LANES
 
 
 @dataclasses.dataclass(frozen=True)
 class Carrier:
-    """What brings rows to experts, and what is made of them back.
+    """Brings rows to experts, and experts' results back.
 
     Attributes:
-        bring: rows to where they are computed with, `rows ...` to `room ...`.
-        leave: the other way, what `bring` is backward.
-        dispatch: in which numbers rows are brought; None for those that they have.
+        bring: moves rows to where experts take them, `rows ...` to `room ...`.
+        leave: the other way, which `bring` takes backward.
+        dispatch: the numbers in which rows are brought; None for their own.
         ragged: whether rows that travel are in tiles of their own (`in_tiles`).
     """
 
@@ -54,15 +54,15 @@ class Carrier:
     ragged: bool = False
 
     def there(self, rows: jax.Array, at: Any) -> jax.Array:
-        """`room embed`, of `rows embed` or those in tiles."""
+        """`room embed`, from `rows embed` or rows in tiles."""
         return self.bring(rows, at) if self.dispatch is None else _there(self, rows, at)
 
     def back(self, made: jax.Array, at: Any) -> jax.Array:
-        """What is made of them, `room embed`, where they came from."""
+        """Brings experts' results, `room embed`, to where the rows came from."""
         return self.leave(made, at) if self.dispatch is None else _back(self, made, at)
 
     def words(self, rows: jax.Array, at: Any) -> jax.Array:
-        """`room embed`, rows brought as words, in the type that they have here."""
+        """`room embed`: rows brought as words, in the type that they have here."""
         assert self.dispatch is not None
         words = self.bring(in_words(rows, self.dispatch, tiled=self.ragged), at)
         return from_words(save(words, "mlp_rows"), math.prod(rows.shape[1:]), rows.dtype, self.dispatch)
@@ -73,7 +73,7 @@ def _there(carrier: Carrier, rows, at):
     return carrier.words(rows, at)
 
 
-# Not a call again: what is marked in it to be kept would not be seen.
+# Without another call of `_there`: marks in it, of what to keep, would not be seen.
 _there.defvjp(lambda c, rows, at: (c.words(rows, at), at), lambda c, at, d: (c.leave(d, at), None))
 
 
@@ -86,17 +86,17 @@ _back.defvjp(lambda c, made, at: (c.leave(made, at), at), lambda c, at, d: (c.wo
 
 
 def as_sent(x: jax.Array, dispatch: Dispatch | None) -> jax.Array:
-    """What stays, as it would arrive; the gradient is as if nothing was rounded.
+    """Rounds what stays as if it had been sent; the gradient is as if nothing was rounded.
 
     Args:
         x: `... embed`, whose blocks lie on one device.
-        dispatch: in which numbers it would go.
+        dispatch: the numbers in which it would go.
     """
     return _rounded(x) if dispatch == "mxfp8" else x
 
 
 def as_returned(made: jax.Array, dispatch: Dispatch | None) -> jax.Array:
-    """What comes back from where it was made; its gradient goes there, and is as it would arrive."""
+    """Results that stay, without rounding; their gradient is rounded as if it had been sent."""
     return _gradient_rounded(made) if dispatch == "mxfp8" else made
 
 

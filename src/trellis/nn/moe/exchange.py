@@ -1,4 +1,4 @@
-"""Tokens to the experts that they chose and back, in manual mode: by a gather, or by an exchange of what is needed.
+"""Moves tokens to their experts and back, in manual mode: by a gather, or by an exchange of what is needed.
 
 Both take what the experts do as a function of rows sorted by expert, so they know nothing of products. Every device
 along the exchange's mesh axes holds `count` experts, in the order of the axes, and some of the tokens.
@@ -23,7 +23,7 @@ from trellis.nn.moe.rows import Compute, local_experts, sort_by_expert, sum_rows
 from trellis.nn.moe.turns import Axes, Road, Turn
 from trellis.program.said import filled_rows, loop_turns
 
-# Tokens, the experts of each and what these count: `x`, `ids` and `weights` of `exchange_experts`.
+# Tokens, each one's experts and how much these count: `x`, `ids` and `weights` of `exchange_experts`.
 Tokens = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -45,18 +45,18 @@ def gather_experts(
 ) -> jax.Array:
     """Every device gets all tokens, computes what its own experts make of them, and the sums are scattered back.
 
-    An all-gather and a reduce-scatter of all tokens, whoever chose whom.
+    It takes an all-gather and a reduce-scatter of all tokens, whatever their experts.
 
     Args:
         x: `tokens embed`, this device's.
-        ids: `i32["tokens choices"]`, experts counted over all devices; larger numbers are nobody's.
+        ids: `i32["tokens choices"]`, experts numbered over all devices; larger numbers mean none.
         weights: `f32["tokens choices"]`.
         compute: what this device's experts do to rows sorted by expert, `compute(rows, sizes, weights)`.
         axes: the mesh axes that slice experts.
         count: how many experts each device has.
         tokens: those of the axes that slice tokens too; all if not given. Along the others all devices hold the same
             tokens, and the result is each device's part of the sum.
-        dispatch: in which numbers tokens are gathered, and gradients of the sums; None for those that they have.
+        dispatch: the numbers in which tokens, and gradients of the sums, are gathered; None for their own.
         gathers: as in `local_experts`.
 
     Returns:
@@ -97,31 +97,30 @@ def exchange_experts(
     slack: float,
     dispatch: Dispatch | None = None,
 ) -> jax.Array:
-    """Every token goes to the devices of its experts, and what they made of it comes back.
+    """Every token goes to the devices of its experts, and their results come back.
 
     No token is dropped, and no buffer has room for the case that all tokens choose one device. A buffer has room for
     `slack` times the rows of an even load. What does not fit goes in further rounds, as many as the fullest device
     needs; usually there are none, and then they cost nothing. A further round is computed again in the backward pass,
     so that it needs memory only while it runs.
 
-    What a choice counts is known to its expert (a gather of one number for each choice), which weighs what it makes:
-    then the backward pass needs no results of experts again, neither their last product nor their way back.
+    An expert knows how much each choice of it counts (a gather of one number for each choice), and weighs its results
+    itself. So the backward pass needs no result again, neither an expert's last product nor the way back.
 
     With `ragged` only rows with a token travel (`jax.lax.ragged_all_to_all`), and a device's buffer is shared by all
     senders. Without it, for backends that have no such collective, each pair of devices exchanges a slot of the same
-    size, filled or not, by a plain all-to-all: then the fullest pair says how many rounds there are.
+    size, filled or not, by a plain all-to-all; the fullest pair then determines the number of rounds.
 
     Args:
         x: `tokens embed`, this device's.
-        ids: `i32["tokens choices"]`, experts counted over all devices; larger numbers are nobody's.
+        ids: `i32["tokens choices"]`, experts numbered over all devices; larger numbers mean none.
         weights: `f32["tokens choices"]`.
         compute: what this device's experts do to rows sorted by expert, `compute(rows, sizes, weights)`.
         axes: the mesh axes that slice experts and tokens.
         count: how many experts each device has.
         ragged: whether only rows with a token travel.
-        slack: a buffer's room, in rows of an even load.
-        dispatch: in which numbers tokens go to experts, and gradients of what comes back; None for those that they
-            have.
+        slack: a buffer's room, as a multiple of an even load.
+        dispatch: the numbers in which tokens, and gradients of what comes back, go to experts; None for their own.
 
     Returns:
         `tokens embed`.
@@ -144,13 +143,13 @@ def exchange_each(
     dispatch: Dispatch | None = None,
     gathers: bool = False,
 ) -> list[jax.Array]:
-    """`exchange_experts` of several parts of a device's tokens, whose exchanges follow each other (`in_turn`).
+    """`exchange_experts` for several parts of a device's tokens, whose exchanges follow each other (`in_turn`).
 
     Args:
         given: `x`, `ids` and `weights` of each, all of the same sizes.
         compute, axes, count, ragged, slack, dispatch: as there.
         gathers: whether `compute(x, sizes, weights, taken)` takes its rows itself from those that arrived, and returns
-            what it makes where these were.
+            results in their places.
     """
     given, varying = enter(given, axes, slack, "exchange_experts")
     (tokens, choices), devices = given[0][1].shape, lax.axis_size(axes)
@@ -198,12 +197,12 @@ def exchange_each(
 
 
 class Packed(NamedTuple):
-    """Which rows leave for their experts, sorted by these, and what devices know of each other's.
+    """The rows that leave for experts, sorted by expert, and what devices know of each other's.
 
     Attributes:
-        counted: `f32["pairs"]`, what the rows of all devices count.
+        counted: `f32["pairs"]`, how much the rows of all devices count.
         counts: `i32["from to count"]`, rows for each expert.
-        tokens: `i32["rows"]`, whose each row is.
+        tokens: `i32["rows"]`, which token each row is.
         copies: `i32["tokens choices"]`, where each token's rows are.
     """
 
@@ -214,14 +213,14 @@ class Packed(NamedTuple):
 
 
 def pack(weights: jax.Array, ids: jax.Array, *, axes: Axes, count: int, room: int) -> Packed:
-    """A row for each token and expert, and from all devices what these count and how many there are.
+    """A row for each token and expert, and from all devices how much these count and how many there are.
 
     Args:
         weights: `f32["tokens choices"]`.
-        ids: `i32["tokens choices"]`, experts counted along `axes`; larger numbers are nobody's.
+        ids: `i32["tokens choices"]`, experts numbered along `axes`; larger numbers mean none.
         axes: the mesh axes that slice the experts.
         count: how many experts each device has.
-        room: rows of the result, no fewer than are somebody's.
+        room: rows of the result, at least those that have an expert.
     """
     devices, choices = lax.axis_size(axes), ids.shape[1]
     order, place, sizes = first_by_expert(ids, devices * count, room)
@@ -235,9 +234,9 @@ def first_by_expert(ids: jax.Array, count: int, room: int) -> tuple[jax.Array, j
     """The first `room` pairs in the order of `ids`, where each pair is among them, and how many each id has.
 
     Args:
-        ids: `i32["tokens choices"]`; numbers from `count` on are nobody's.
+        ids: `i32["tokens choices"]`; numbers from `count` on mean none.
         count: how many ids there are.
-        room: pairs, no fewer than are somebody's.
+        room: pairs, at least those that have an id.
 
     Returns:
         `i32["room"]`, `i32["pairs"]` with `room` for nowhere, and `i32["count"]`.
@@ -247,7 +246,7 @@ def first_by_expert(ids: jax.Array, count: int, room: int) -> tuple[jax.Array, j
 
 
 def check_axes(axes: Axes, where: str) -> None:
-    """The axes are manual axes of the mesh.
+    """Checks that the axes are manual axes of the mesh.
 
     Raises:
         ExpertsError: they are not.
@@ -270,7 +269,7 @@ def check_axes(axes: Axes, where: str) -> None:
 
 
 def enter(given: Sequence[Tokens], axes: Axes, slack: float, where: str) -> tuple[list[Tokens], Axes]:
-    """What an exchange is given, different on all devices that may differ in any of it; and along which mesh axes.
+    """An exchange's inputs, all varying along the mesh axes along which any of them does; and these axes.
 
     Raises:
         ExpertsError: outside of manual mode, the mesh has no such axis, or there is no slack.

@@ -57,15 +57,15 @@ class Experts(eqx.Module):
 
     Attributes:
         router: `"embed routes"`; `routes` are the experts as the router sees them, whole on every device.
-        bias: `"routes"`, added where experts are picked; None without `routing.bias_rate`.
+        bias: `"routes"`, added when experts are picked; None without `routing.bias_rate`.
         gate, up: `"experts embed mlp"`.
         down: `"experts mlp embed"`.
         shared: a block for all tokens; None without one.
         biases: of the experts' products; None without.
         router_bias: `"routes"`, added to the router's scores; None without.
         per_token: how many experts each token goes to.
-        routing: how tokens are kept evenly over experts, and how they get there.
-        gated: what an expert's first two products come to; None for SwiGLU.
+        routing: how tokens are kept evenly over experts, and how they get to them.
+        gated: combines an expert's first two products; None for SwiGLU.
     """
 
     router: Weight
@@ -102,13 +102,13 @@ class Experts(eqx.Module):
             mlp: the width of one expert.
             experts: how many there are.
             per_token: how many each token goes to.
-            routing: how tokens are kept evenly over experts, and how they get there.
+            routing: how tokens are kept evenly over experts, and how they get to them.
             key: a PRNG key.
             out_scale: factor on the deviation of the weights that lead out.
             shared: the width of a block for all tokens, named as the experts' is.
             biases: whether the experts' products have them.
             router_bias: whether the router's scores have one.
-            gated: what an expert's first two products come to; None for SwiGLU.
+            gated: combines an expert's first two products; None for SwiGLU.
         """
         routes, keys = experts.alias("routes"), jax.random.split(key, 4)
         beside = (

@@ -9,17 +9,17 @@ import jax
 from trellis.named.backend import platform_of
 from trellis.nn.moe.rows import Taken
 
-# Modules with `multiply`, `rows_gradient` and `weights_gradient`, imported where they are needed. On other platforms,
-# as on a CPU, a loop over blocks.
+# Modules with `multiply`, `rows_gradient` and `weights_gradient`, imported when they are needed. Other platforms, such
+# as CPUs, have a loop over blocks.
 _KERNELS = {"tpu": "mosaic", "cuda": "triton"}
-# Of these, whose kernels read weights whichever dimension lies outermost. A TPU's tiles are of the last two.
+# Those whose kernels read weights whichever dimension lies outermost. A TPU's tiles are of the last two.
 _AS_IT_LIES = ("triton",)
-# And whose kernels read rows of another array where they are.
+# Those whose kernels read rows of another array where they are.
 _GATHER = ("triton",)
 
 
 def gathers(a: jax.Array) -> bool:
-    """Whether kernels where a value will live gather their rows themselves, as `taken` says."""
+    """Whether the kernels of the platform where a value will live gather their rows themselves, as `taken` says."""
     return _kernels(a) in _GATHER
 
 
@@ -30,14 +30,14 @@ def _kernels(a: jax.Array) -> str:
 def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     """The first `sizes[0]` rows times `weights[0]`, the next `sizes[1]` times `weights[1]`, and so on.
 
-    Rows past the last group are not multiplied, nor any row with another group's weight, but for what completes a
-    tile: by kernels on TPUs and NVIDIA GPUs, by a loop over blocks of rows elsewhere.
+    Except to complete a tile, rows past the last group are not multiplied, nor is any row with another group's weight.
+    Kernels do this on TPUs and NVIDIA GPUs, a loop over blocks of rows elsewhere.
 
     Args:
         rows: `rows in`, sorted by group.
         weights: `groups in out`.
-        sizes: `i32["groups"]`; together at most the number of rows. Rows after the last group give rows of no meaning,
-            any number or none, and get gradients of no meaning.
+        sizes: `i32["groups"]`; together at most the number of rows. Rows after the last group give meaningless rows,
+            which may be NaN, and get meaningless gradients.
 
     Returns:
         `rows out`.
@@ -57,15 +57,15 @@ def grouped_products(
     outer: Sequence[int] = (),
     taken: Taken | None = None,
 ) -> tuple[jax.Array, ...]:
-    """The same rows with several weights, `grouped_matmul` of each: their gradients are summed where they are made.
+    """`grouped_matmul` of the same rows with each of several weights: their gradients are summed where they are made.
 
     Args:
-        rows, weights, sizes: as there; where rows are `taken`, the array that they are taken from.
-        outer: of each weight, which of its dimensions lies outermost in memory, as the one does along which it was
-            gathered; none is 0 for all. Kernels for GPUs read it, and write its gradient, as it lies; others read rows
-            of `out`, group by group, and compilers lay a weight out anew before that.
-        taken: which rows, where kernels gather them (`gathers`): nothing is written of them, nor read but by kernels.
-            Their gradient is written sorted, and summed for each row of the array; where no row is taken twice, it is
+        rows, weights, sizes: as there; if rows are `taken`, the array that they are taken from.
+        outer: which dimension of each weight lies outermost in memory, such as the one along which it was gathered;
+            none is 0 for all. GPU kernels read the weight, and write its gradient, as it lies; others read rows of
+            `out`, group by group, and compilers lay out a weight again before that.
+        taken: which rows, if kernels gather them (`gathers`): no copy of them is written, and only kernels read them.
+            Their gradient is written sorted, and summed for each row of the array; if no row is taken twice, it is
             written to where they are.
     """
     return _grouped(rows, taken, tuple(weights), sizes, *_platform(rows, outer))
@@ -75,7 +75,7 @@ def grouped_sums(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, taken: Taken, outer: Sequence[int] = ()
 ) -> jax.Array:
     """For each row that was `taken`, the sum of `grouped_matmul`, by kernels that gather (`gathers`): they read the
-    gradient where it is, and nobody writes it for each row.
+    gradient where it is, and it is not written for each row.
 
     Args:
         rows, weights, sizes: as there.
@@ -86,7 +86,7 @@ def grouped_sums(
 
 
 def _platform(rows, outer):
-    """A platform's kernels, and how they are told that weights lie."""
+    """The platform's kernels, and what they are told of how weights lie."""
     name = _kernels(rows)
     lying = tuple(outer) if any(outer) and name in _AS_IT_LIES else ()
     return importlib.import_module(f"trellis.nn.moe.{name}"), lying
@@ -99,7 +99,7 @@ def _grouped(rows, taken, weights, sizes, platform, lying):
 
 
 def _each(lying, weights) -> list[dict[str, int]]:
-    """Of each weight, what a kernel is told besides."""
+    """What else a kernel is told of each weight."""
     return [{"outer": outer} for outer in lying] or [{}] * len(weights)
 
 
@@ -109,7 +109,7 @@ def _gathered(taken, name: str = "sources") -> dict[str, jax.Array]:
 
 
 def _where_taken(kernel, taken, *given, **how):
-    """What a kernel makes of sorted rows, for the rows of the array that these were taken from."""
+    """A kernel's result for sorted rows, at the rows of the array that these were taken from."""
     if taken is None:
         return kernel(*given, **how)
     if taken.copies is None:
@@ -118,7 +118,7 @@ def _where_taken(kernel, taken, *given, **how):
 
 
 def _forward(rows, taken, weights, sizes, platform, lying):
-    # A call again: a kernel that stood here by itself JAX would compute anew where nothing reads it.
+    # Calls `_grouped`: a kernel by itself would be computed again by JAX even where nothing reads it.
     return _grouped(rows, taken, weights, sizes, platform, lying), (rows, taken, weights, sizes)
 
 

@@ -1,7 +1,7 @@
-"""Tokens to their experts in two steps: once to each part of the first mesh axis, and on from there.
+"""Moves tokens to their experts in two steps: once to each part of the first mesh axis, and on from there.
 
-Where the first axis crosses hosts and the others lie inside one, a token with several experts in a host is sent there
-once, and what they make of it comes back as one sum (DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report", 3.2.2).
+If the first axis crosses hosts and the others lie inside one, a token with several experts in a host is sent there
+once, and their results come back as one sum (DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report", 3.2.2).
 """
 
 import functools
@@ -43,24 +43,23 @@ def hierarchical_experts(
     """Every token goes once to each part of the first axis where it has experts, from there to these along the others,
     and the sums of each part come back.
 
-    The device that a token goes to in another part is the one at the same place of the other axes. No token is
-    dropped: buffers have room for `slack` times the rows of an even load, and where one is too small the tokens of all
-    devices take turns, in 2, 4, 8 or as many parts as it takes. With an even load there is one turn. Further ones are
-    computed again in the backward pass.
+    In another part, a token goes to the device at the same place on the other axes. No token is dropped: buffers have
+    room for `slack` times the rows of an even load, and if one is too small the tokens of all devices take turns, in 2,
+    4, 8 or as many parts as it takes. With an even load there is one turn. Further ones are computed again in the
+    backward pass.
 
     Args:
         x: `tokens embed`, this device's.
-        ids: `i32["tokens choices"]`, experts counted over all devices; larger numbers are nobody's.
+        ids: `i32["tokens choices"]`, experts numbered over all devices; larger numbers mean none.
         weights: `f32["tokens choices"]`.
         compute: what this device's experts do to rows sorted by expert, `compute(rows, sizes, weights)`.
         axes: the mesh axes that slice experts and tokens, two or more; the first is the one to save bytes on.
         count: how many experts each device has.
         ragged: whether only rows with a token travel (`jax.lax.ragged_all_to_all`), or slots of one size.
-        slack: a buffer's room, in rows of an even load.
-        most: in how many parts of the first axis a token has experts, by the router's limits; None where it has none.
+        slack: a buffer's room, as a multiple of an even load.
+        most: the most parts of the first axis in which a token has experts, by the router's limits; None without any.
             Buffers are made for it. Tokens in more parts than that cost further turns, and are not lost.
-        dispatch: in which numbers tokens go to experts, and gradients of what comes back; None for those that they
-            have.
+        dispatch: the numbers in which tokens, and gradients of what comes back, go to experts; None for their own.
 
     Returns:
         `tokens embed`.
@@ -84,7 +83,7 @@ def hierarchical_each(
     dispatch: Dispatch | None = None,
     gathers: bool = False,
 ) -> list[jax.Array]:
-    """`hierarchical_experts` of several parts of a device's tokens, whose exchanges follow each other (`in_turn`).
+    """`hierarchical_experts` for several parts of a device's tokens, whose exchanges follow each other (`in_turn`).
 
     Args:
         given: `x`, `ids` and `weights` of each, all of the same sizes.
@@ -104,7 +103,7 @@ def hierarchical_each(
 
     parts: list[Moving] = []
     for x, ids, weights in given:
-        # Later parts agree for their first round when those before have arrived, which do not wait for their routing.
+        # Later parts agree on their first round when those before have arrived, which do not wait for this routing.
         needed = agreed(after(parts[-1].needed, ids) if parts else ids)
         first = (ids, None) if parts else None
         parts.append(Moving(in_tiles(x) if ragged else x, weights, (ids, needed), needed, first))
@@ -131,8 +130,8 @@ def hierarchical_each(
 
 
 def parts_met(parts: int, groups: int, of_token: int) -> int | None:
-    """In how many parts of the experts, of the same size, a token has some at most, by the router's limits; None where
-    nothing limits it.
+    """In how many of `parts` equal parts of the experts a token has some at most, by the router's limits; None without
+    limits.
 
     >>> parts_met(8, groups=8, of_token=4), parts_met(16, groups=8, of_token=4), parts_met(4, groups=8, of_token=2)
     (4, 8, 2)
@@ -149,7 +148,7 @@ def parts_met(parts: int, groups: int, of_token: int) -> int | None:
 
 
 def copies_of(choices: int, parts: int, most: int | None = None) -> float:
-    """In how many parts of the experts a token has some, in the mean of all ways to choose them with repetition.
+    """In how many parts of the experts a token has some, on average over all ways to choose them with repetition.
 
     >>> copies_of(8, 8, most=4)
     3.59954833984375
@@ -157,25 +156,25 @@ def copies_of(choices: int, parts: int, most: int | None = None) -> float:
     Args:
         choices: experts of a token.
         parts: of the experts.
-        most: in how many of them a token's experts are, at most.
+        most: in how many of them a token's experts are at most.
     """
     among = min(most or parts, parts)
-    return among * (1 - (1 - 1 / among) ** choices)  # each of them is left out by all choices with this chance
+    return among * (1 - (1 - 1 / among) ** choices)  # the power is the chance that all choices leave one out
 
 
 class _Rooms:
-    """Sizes of what is sent and of buffers, in rows of a device.
+    """Sizes of what a device sends and of its buffers, in rows.
 
     Attributes:
         tokens, choices: of a device.
         far, near: devices along the first axis, and along the others.
         count: experts of a device.
         ragged: whether senders share a buffer.
-        nobody: the number of an expert that nobody has.
-        of_device, of_part: experts of one token that a device and a part of the first axis have, at most.
-        parts: of the first axis, that a token goes to, at most.
-        pairs: tokens and their experts.
-        even: tokens and the parts of the first axis where they have experts, with an even load.
+        nobody: the number of an expert that no device has.
+        of_device, of_part: how many experts of one token a device and a part of the first axis have, at most.
+        parts: how many parts of the first axis a token goes to, at most.
+        pairs: pairs of a token and one of its experts.
+        even: pairs of a token and a part of the first axis where it has experts, with an even load.
         sent: rows that leave for other parts.
         arrived: the buffer of those that come from other parts.
         passed: rows that go on from there.
@@ -202,7 +201,7 @@ class _Rooms:
         self.last = room(self.pairs, tokens * of_all, of_all, near)
 
     def parts_at_worst(self) -> int:
-        """In how many parts tokens fit, whomever they choose."""
+        """In how many parts tokens fit, whichever experts they choose."""
         parts = 1
         while not self._fits_at_worst(-(-self.tokens // parts)):
             parts *= 2
@@ -226,20 +225,20 @@ def _moves(counts, turn):
 
 
 def _part_of(tokens: int, parts):
-    """In which of so many parts each token is; those of a power of two are halved by the next."""
+    """In which of `parts` parts each token is; twice a power of two halves each of its parts."""
     number = jnp.arange(tokens, dtype=jnp.int32)
     return number * parts // tokens
 
 
 def _parts_needed(ids, rooms: _Rooms, parts: int, axes: Axes) -> jax.Array:
-    """The least power of two, up to `parts`, of parts of the tokens that fit all buffers of this device, and those of
-    the devices that it knows of."""
+    """The least power of two, up to `parts`, such that so many parts of the tokens fit all buffers of this device, and
+    those of the devices that it knows of."""
     if parts == 1:
         return jnp.int32(1)
     devices = rooms.far * rooms.near
     to = (ids[..., None] // rooms.count == jnp.arange(devices)[None, None]).sum(1, dtype=jnp.int32)  # "tokens devices"
     to_parts = (to.reshape(-1, rooms.far, rooms.near).sum(2) > 0).astype(jnp.int32)
-    ends = -(-rooms.tokens * np.arange(parts + 1) // parts)  # of tokens, as `_part_of` has them
+    ends = -(-rooms.tokens * np.arange(parts + 1) // parts)  # of the parts of tokens, as in `_part_of`
     counted = lambda a: jnp.diff(jnp.cumsum(jnp.pad(a, ((1, 0), (0, 0))), axis=0)[ends], axis=0)
     # How many rows go to each part of the first axis, and how many choices to each device, from devices at this place.
     rows, pairs = counted(to_parts), lax.psum(counted(to), axes[0])
@@ -258,21 +257,21 @@ def _parts_needed(ids, rooms: _Rooms, parts: int, axes: Axes) -> jax.Array:
 
 
 class _Roads(NamedTuple):
-    """Along the first axis, and along the others."""
+    """The road along the first axis, and that along the others."""
 
     far: Road
     near: Road
 
 
 class _Arrived(NamedTuple):
-    """Where rows are from, on their way back.
+    """Where rows came from, for their way back.
 
     Attributes:
         sizes: `i32["count"]`, how many each expert has.
         near: along the last axes.
-        near_rows: of the rows that went on there, whose each is, and where each one's are.
+        near_rows: where the copies of each row that went on there are, and which row each of these is.
         far: rows of each device and what moved along the first axis.
-        far_rows: of the rows that left, as `near_rows`.
+        far_rows: the same for the rows that left.
     """
 
     sizes: jax.Array
@@ -283,12 +282,12 @@ class _Arrived(NamedTuple):
 
     @property
     def taken(self) -> tuple[Taken, ...]:
-        """As those along the last axes are."""
+        """As along the last axes."""
         return self.near.taken
 
 
 def _known(weights, ids, moves, rooms: _Rooms, roads: _Roads) -> tuple[jax.Array, _Arrived]:
-    """What rows count that arrive at this device's experts, and which tokens these are."""
+    """How much the rows that arrive at this device's experts count, and which tokens these are."""
     of_part, far = rooms.near * rooms.count, roads.far.axes
     ids = jnp.where(moves[:, None], ids, rooms.nobody)
     parts = jnp.where(ids < rooms.nobody, ids // of_part, rooms.far)
@@ -313,13 +312,13 @@ def _known(weights, ids, moves, rooms: _Rooms, roads: _Roads) -> tuple[jax.Array
 
 
 def _bring(rows, at: _Arrived, *, rooms: _Rooms, roads: _Roads):
-    """Tokens to the parts of the first axis where they have experts, and from there to these."""
+    """Moves tokens to the parts of the first axis where they have experts, and from there to these."""
     got = roads.far.there(take_rows(rows, *reversed(at.far_rows)), *at.far)
     got = save(got, FAR_ROWS, if_named=True)
     return roads.near.bring(take_rows(got, *reversed(at.near_rows)), at.near)
 
 
 def _leave(made, at: _Arrived, *, rooms: _Rooms, roads: _Roads):
-    """The sums of what experts made of tokens, back to where these came from."""
+    """Moves the sums of experts' results back to where the tokens came from."""
     sums = sum_rows(roads.near.leave(made, at.near, rooms.passed), *at.near_rows)
     return sum_rows(roads.far.home(sums, *at.far, rooms.sent), *at.far_rows)

@@ -1,9 +1,9 @@
-"""Parts of a device's batch that go through a layer side by side: while rows of one are on their way, others compute.
+"""Parts of a device's batch go through a layer side by side: while rows of one part travel, others are computed.
 
-Sequences know nothing of each other, so a layer with experts may as well take them in several parts. What has to wait
-is said here, and nothing else: the exchange of a part begins when that of the part before has ended, forward and
-backward. Between the two a compiler's scheduler finds attention, experts and shared blocks of other parts, which it
-would not if all exchanges asked for the links at once (DeepSeek-AI, 2024, arXiv:2412.19437, section 3.2.1).
+Sequences do not depend on each other, so a layer with experts may take them in several parts. This module says only
+what has to wait: the exchange of a part begins when that of the part before has ended, forward and backward. Meanwhile
+a compiler's scheduler finds attention, experts and shared blocks of other parts to run, which it would not if all
+exchanges asked for the links at once (DeepSeek-AI, 2024, arXiv:2412.19437, section 3.2.1).
 """
 
 import functools
@@ -20,13 +20,13 @@ from trellis.named.narrow import Narrow
 from trellis.named.placing import assign, bring
 from trellis.program.said import interleaved
 
-# What a stage takes and gives: arrays with gradients, and integers beside them.
+# What a stage takes and returns: arrays with gradients, and integers beside them.
 Stage = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def parts_of(x: NamedArray, asked: int) -> int:
-    """In how many parts of the same size the sequences of a device can go, no more than asked for: all together where
-    a device has one, as of a text that is generated.
+    """In how many parts of the same size the sequences of a device can go, no more than asked for; one if a device has
+    a single sequence, as when a text is generated.
 
     Args:
         x: `"batch ..."`.
@@ -39,8 +39,8 @@ def parts_of(x: NamedArray, asked: int) -> int:
 
 
 def cut(tree, count: int) -> list:
-    """A tree of named arrays in so many parts of its `batch`; every device's sequences are dealt out in turn, and
-    nothing moves. Arrays without a batch are in all parts.
+    """Cuts a tree of named arrays into `count` parts of its `batch`; every device's sequences are dealt out in turn,
+    and nothing moves. Arrays without a batch are in all parts.
 
     >>> [part.array.tolist() for part in cut(tr.arange(tr.Axis("batch", 4)), 2)]
     [[0, 2], [1, 3]]
@@ -56,16 +56,16 @@ def cut(tree, count: int) -> list:
 
 
 def joined(parts: Sequence[NamedArray]) -> NamedArray:
-    """What was cut, together again."""
+    """Joins what was cut."""
     return parts[0] if len(parts) == 1 else merge_axes(stack(parts, "part"), ("batch", "part"), "batch")
 
 
 def held_once(layer, x: NamedArray, but: Sequence[NamedArray | None] = ()):
     """A layer with its parameters where operations with `x` want them, so that they move once for all parts, and their
-    gradients are summed over devices once. Narrow weights stay.
+    gradients are summed over devices once. Narrow weights stay where they are.
 
-    Experts' weights are moved by `mix_each`. The gradients of others are summed after theirs, which are known first:
-    those of experts, the largest, on their way beside attention.
+    `mix_each` moves experts' weights. Other gradients are summed after those of experts, which are known first: these,
+    the largest, move beside attention.
 
     Args:
         layer: any module.
@@ -104,7 +104,7 @@ def after(first, then):
 def begun_after(first, x):
     """`x`, which does not exist before `first` does; its gradient waits for nothing.
 
-    Compilers put operations of two parts into one kernel where neither waits for the other, and then both wait.
+    Compilers put operations of two parts into one kernel if neither waits for the other, and then both wait.
     """
     return after(first, x)
 
@@ -118,8 +118,8 @@ def in_turn(stage: Stage, given: Sequence[tuple[Any, Any]], *, all_wait: bool = 
 
     Args:
         stage: from a tree of arrays and one of integers to such trees. It closes over nothing that is traced.
-        given: what each is made of.
-        all_wait: integers wait too, of which collectives are made. What a backward pass needs is then not known
+        given: the inputs of each.
+        all_wait: integers wait too, since collectives are made of them. What a backward pass needs is then not known
             before the stages have run.
     """
     if len(given) == 1:

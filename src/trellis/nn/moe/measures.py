@@ -14,15 +14,15 @@ from trellis.nn.moe.routing import PLAIN, Choices
 
 
 class Routed(eqx.Module):
-    """Sums over the tokens of a batch that count, of a layer or of a model.
+    """Sums over the tokens of a batch that count, for a layer or a model.
 
-    Those of parts of a batch add up to those of the batch.
+    The sums of a batch's parts add up to those of the batch.
 
     Attributes:
         load: `f32["... routes"]`, how many tokens chose each expert; no gradient.
-        balance: the load-balancing loss of each token, summed; of a model the mean of its layers.
+        balance: the load-balancing loss of each token, summed; for a model, the mean over its layers.
         z: the squared log-normalizer of each token's scores, likewise.
-        routing: what these losses weigh, and what follows from the load.
+        routing: the weights of these losses, and what follows from the load.
     """
 
     load: NamedArray
@@ -37,16 +37,16 @@ class Routed(eqx.Module):
 
     @property
     def ahead(self) -> NamedArray:
-        """The load, whose shares in the whole batch the load-balancing loss of its parts depends on."""
+        """The load: the load-balancing loss of a batch's parts depends on its shares in the whole batch."""
         return self.load
 
     def metrics(self, tokens: jax.Array) -> dict[str, jax.Array]:
-        """What is reported of a step's routing, float32 scalars.
+        """What is reported of a step's routing: float32 scalars.
 
-        `router_balance` (the load-balancing loss, 1 where the load is even) and `router_z`, means over tokens and
+        `router_balance` (the load-balancing loss, 1 for an even load) and `router_z`, means over tokens and
         layers; `router_load_max` and `router_load_min`, the loads of the fullest and the emptiest expert of any layer,
-        in mean loads. A load-balancing loss that weighs nothing is left out where its shares are the whole batch's: of
-        microbatches and stages these are counted ahead for a loss alone, and of their parts it is another number.
+        in mean loads. A load-balancing loss of weight 0 is left out if its shares are the whole batch's: with
+        microbatches and stages these are counted ahead only for a loss, and from shares of parts it is another number.
 
         Args:
             tokens: how many tokens were counted.
@@ -61,7 +61,7 @@ class Routed(eqx.Module):
         }
 
     def update(self, model):
-        """The model after a step: `model.balanced(load)`, where its experts have biases."""
+        """The model after a step: `model.balanced(load)`, if its experts have biases."""
         return model if self.routing.bias_rate is None else model.balanced(self.load)
 
 
@@ -78,9 +78,9 @@ def measure(
     The load-balancing loss (Fedus et al., 2021, arXiv:2101.03961) is `experts * sum_e share_e * chance_e`: the share of
     all choices that went to an expert, times the mean of its probability. A product of two means is not a mean of
     products: taken over parts of a batch it is another number on every mesh and for every number of microbatches. So
-    shares are of the whole batch, on all devices, and of microbatches, where the caller knows them (`shares`); given
-    them the loss is a sum over tokens. `balance_over="sequence"` takes each sequence's own shares (DeepSeek-AI, 2024,
-    arXiv:2412.19437, section 2.1.2), which no mesh and no microbatch cuts.
+    shares are those of the whole batch, over all devices, and over microbatches if the caller knows them (`shares`);
+    given them the loss is a sum over tokens. `balance_over="sequence"` takes each sequence's own shares (DeepSeek-AI,
+    2024, arXiv:2412.19437, section 2.1.2), which depend on no mesh and no microbatch.
 
     Sigmoids are made to add up to 1 first. The z-loss is the squared log of the softmax's denominator (Zoph et al.,
     2022, arXiv:2202.08906).
@@ -88,9 +88,9 @@ def measure(
     Args:
         scores: `f32["batch pos routes"]`, as the router makes them.
         choices: before any is dropped.
-        counted: `f32["batch pos"]`, what each token counts, as in the language model's loss.
-        routing: what makes chances of scores, and what shares are counted over.
-        shares: `f32["routes"]`, which add up to 1, where this is a part of a batch; else they are counted here.
+        counted: `f32["batch pos"]`, how much each token counts, as in the language model's loss.
+        routing: how scores become chances, and what shares are counted over.
+        shares: `f32["routes"]`, which add up to 1, if this is a part of a batch; otherwise they are counted here.
     """
     return measure_each([(scores, choices, counted)], routing, shares)
 
@@ -101,13 +101,13 @@ def measure_each(
     """`measure` of a batch in several parts of the same size.
 
     Args:
-        parts: scores, choices and what tokens count, of each.
+        parts: scores, choices and how much tokens count, of each.
         routing, shares: as there.
     """
     added = lambda each: functools.reduce(operator.add, each)
     axis = Axis("routes", parts[0][0].shape["routes"])
     picks = [one_hot(choices.ids, axis).sum("choices") * counted for _, choices, counted in parts]
-    load = added(picks).sum(("batch", "pos"))  # added up before they are summed over devices, once
+    load = added(picks).sum(("batch", "pos"))  # added up first, so they are summed over devices once
     if routing.balance_over == "batch" and shares is None:
         count = parts[0][1].ids.shape["choices"]
         shares = load / jnp.maximum(added([counted for *_, counted in parts]).sum().array * count, 1e-6)

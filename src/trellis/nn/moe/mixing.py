@@ -33,7 +33,7 @@ from trellis.notation.state import state_of
 from trellis.program.said import laid_out_anew
 
 TOKENS = ("batch", "pos", "embed")
-# Ways on which tokens travel to the devices of their experts.
+# Ways in which tokens travel to the devices of their experts.
 EXCHANGES = ("ragged", "slots", "hierarchical")
 
 
@@ -104,7 +104,7 @@ def mix(
         Every expert computes every token, and the weights are zero for most: for checking.
     `grouped`
         Tokens are sorted by expert, and each group is multiplied with its expert's weights. Tokens stay where they
-        are: where `experts` are sliced, their weights are gathered.
+        are: if `experts` are sliced, their weights are gathered.
     `gather`
         Each device gets all tokens along the experts' mesh axes, computes its own experts, and the sums are scattered
         back.
@@ -114,17 +114,17 @@ def mix(
         The same in slots of one size for each pair of devices, for backends without that collective.
     `hierarchical`
         Tokens go once to each part of the experts' first mesh axis where they have experts, and on along the others:
-        for a first axis that crosses hosts, where the others lie inside one.
+        for a first axis that crosses hosts, while the others lie inside one.
     `auto`
-        `grouped` where every device has all experts; `gather` where that moves no more than an exchange, or where
-        tokens are not sliced as experts are; else `hierarchical` along several mesh axes, but on TPUs, where all sides
-        of a torus work at once in a single exchange; and `ragged` or, on a CPU, `slots` along one.
+        `grouped` if every device has all experts; `gather` if that moves no more than an exchange, or if tokens are not
+        sliced as experts are; otherwise `hierarchical` along several mesh axes, except on TPUs, where all sides of a
+        torus work at once in a single exchange; and `ragged` or, on a CPU, `slots` along one.
 
-    Where every device has all tokens, as of a text that is generated, there is nothing to exchange: `ragged`, `slots`
-    and `hierarchical` become `gather`, which then gathers nothing.
+    If every device has all tokens, as when a text is generated, there is nothing to exchange: `ragged`, `slots` and
+    `hierarchical` become `gather`, which then gathers nothing.
 
     No choice is dropped, whatever the way; `trellis.nn.moe.limit` drops some before. Values and gradients are those of
-    `dense`, but for the order of sums.
+    `dense`, up to the order of sums.
 
     Args:
         x: `"batch pos embed"`.
@@ -132,13 +132,13 @@ def mix(
         gate, up: `"experts embed mlp"`.
         down: `"experts mlp embed"`.
         biases: what is added to these products.
-        gated: what the first two products come to, where it is not SwiGLU.
+        gated: combines the first two products, if not SwiGLU.
         way: how.
-        slack: room of an exchange's buffers, in rows of an even load. What does not fit goes in further rounds.
-        groups: in how many groups the experts are, and how many of them a token's come from, as the router limits it
+        slack: room of an exchange's buffers, as a multiple of an even load. What does not fit goes in further rounds.
+        groups: how many groups the experts are in, and how many of these a token's come from, as the router limits it
             (`Routing`); buffers of `hierarchical` are made for that.
-        dispatch: in which numbers tokens go to experts, and gradients of what comes back, on every way; None for those
-            that they have.
+        dispatch: the numbers in which tokens, and gradients of what comes back, go to experts, in every way; None for
+            their own.
 
     Returns:
         `"batch pos embed"`.
@@ -163,7 +163,7 @@ def mix_each(
     groups: tuple[int, int],
     dispatch: Dispatch | None,
 ) -> list[NamedArray]:
-    """`mix` of several parts of a batch: weights move once for all, and exchanges follow each other.
+    """`mix` for several parts of a batch: weights move once for all, and exchanges follow each other.
 
     Args:
         given: tokens and choices of each, all of the same sizes.
@@ -316,13 +316,13 @@ def _gathered(before: NamedArray, after: jax.Array) -> tuple[int, int]:
 def _hidden(
     rows, sizes, counted, weights, added, gated_by: ClampedSwiGLU | None, outer, taken: Taken | None = None
 ) -> jax.Array:
-    """What the last product of the experts of one device is of, for rows sorted by expert, times what each counts."""
+    """The operand of the last product of a device's experts, for rows sorted by expert, times how much each counts."""
     gated, upped = grouped_each(rows, weights, sizes, outer[:2], taken)
     if added:
         # As a product: its gradient is one too, whose sums over rows are float32.
         group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(counted.shape[0]), side="right")
         own = jax.nn.one_hot(group, sizes.shape[0], dtype=rows.dtype)
-        mine = (group < sizes.shape[0])[:, None]  # the others may be no numbers, and so may their gradients be
+        mine = (group < sizes.shape[0])[:, None]  # the others may be NaN, and so may their gradients
         gated, upped = (jnp.where(mine, y + own @ bias, 0) for y, bias in zip((gated, upped), added, strict=True))
     gated, upped = save(gated, "mlp_gate"), save(upped, "mlp_up")
     hidden = jax.nn.silu(gated) * upped if gated_by is None else gated_by(gated, upped)
@@ -353,13 +353,13 @@ def _dense(x, choices: Choices, gate, up, down, biases: Biases | None, gated_by:
 
 
 def _places(x: NamedArray) -> Places:
-    """What the layout in force says."""
+    """The places that the layout in force gives."""
     layout = current_layout()
     return Places() if layout is None or state_of(x.array).mode != "explicit" else places_of(layout)
 
 
 def places_of(layout: Layout) -> Places:
-    """What a layout says; tokens are whole along the axes that slice the experts' widths."""
+    """The places that a layout gives; tokens are whole along the axes that slice the experts' widths."""
     batch, pos, _ = layout.assign(TOKENS)
     experts, _, mlp = layout.assign(("experts", "embed", "mlp"))
     batch, pos = (tuple(a for a in axes if a not in mlp) for axes in (batch, pos))
@@ -367,7 +367,7 @@ def places_of(layout: Layout) -> Places:
 
 
 def check_way(way: Way, places: Places, platform: str) -> None:
-    """Refuses a way on which tokens cannot reach their experts.
+    """Refuses a way in which tokens cannot reach their experts.
 
     Args:
         way: as it was asked for.
@@ -375,7 +375,7 @@ def check_way(way: Way, places: Places, platform: str) -> None:
         platform: of the devices, as `trellis.mesh.platform` has it.
 
     Raises:
-        ExpertsError: it is an exchange, and mesh axes slice experts alone, or the platform has none.
+        ExpertsError: it is an exchange, and mesh axes slice experts but not tokens, or the platform has none.
     """
     if places.experts and way in EXCHANGES and places.shared != places.experts:
         raise ExpertsError(

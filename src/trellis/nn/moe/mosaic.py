@@ -1,7 +1,7 @@
 """Grouped products on TPUs: `jax.lax.ragged_dot`, and kernels of our own for its two gradients.
 
-libtpu makes a kernel of `ragged_dot` that multiplies the rows that there are. For its gradient by the rows it copies
-all weights first, turned; of its gradient by the weights it makes a dense product, every row with every weight.
+From `ragged_dot` libtpu makes a kernel that multiplies only the rows that there are. For its gradient by the rows it
+first copies all weights, transposed; its gradient by the weights becomes a dense product, every row with every weight.
 """
 
 import functools
@@ -16,10 +16,10 @@ from jax.experimental.pallas import tpu as pltpu
 from trellis.nn.moe.tiles import LANES, shaped
 from trellis.program.said import grouped_work
 
-# The sides of a tile of the result, at most; the larger they are, the fewer times rows are read. With float32 sums, and
+# The largest sides of a tile of the result; the larger they are, the fewer times rows are read. With float32 sums, and
 # operands and results on their way, they take a third of the vector memory of the smallest chip.
 DOWN, ACROSS = 1024, 1024
-# The most terms of a sum that are multiplied at once: where these are all of them, a group's weights are read once.
+# The most terms of a sum that are multiplied at once: if these are all of them, a group's weights are read once.
 SUMMED = 4096
 VECTOR_MEMORY = 48 * 2**20
 
@@ -32,12 +32,12 @@ def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array
 def rows_gradient(
     d: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """Of rows that went into several products, the gradient of all of them, summed in float32: `rows in`.
+    """The gradient of rows that went into several products, through all of these, summed in float32: `rows in`.
 
-    One kernel makes it: a sum of arrays, made by one kernel each, would read and write all of them once more.
+    One kernel makes it: to sum arrays made by one kernel each would read and write all of them once more.
 
     Args:
-        d: of each product's result the gradient, `rows out`.
+        d: the gradient of each product's result, `rows out`.
         weights: of each product, `groups in out`.
         sizes: `i32["groups"]`.
         interpret: runs the kernel on any backend, slowly.
@@ -87,8 +87,8 @@ def rows_gradient(
 
 
 def _product(group, place, begins, ends, *given, tile: int, parts: tuple[int, ...]):
-    """One tile of rows with one group's weights of each product, in as many parts of the sum as each has. Tiles that
-    share rows follow each other, so that what a group before wrote is still there."""
+    """Multiplies one tile of rows with one group's weights of each product, in as many parts of the sum as each has.
+    Tiles that share rows follow each other, so what the group before wrote is still there."""
     *pairs, out, total = given
     visit, part = pl.program_id(1), pl.program_id(2)
     mine = group[visit]
@@ -113,7 +113,7 @@ def _product(group, place, begins, ends, *given, tile: int, parts: tuple[int, ..
 def weights_gradient(
     rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, interpret: bool = False
 ) -> jax.Array:
-    """Of each group, its rows' products with their gradients, summed: `groups in out`, zeros for an empty one.
+    """For each group, the products of its rows with their gradients, summed: `groups in out`; zeros for an empty one.
 
     Args:
         rows: `rows in`.
@@ -176,7 +176,7 @@ def _gradient(group, place, begins, ends, rows, d, out, total, *, tile: int):
 
     @pl.when(~whole & (begin < end))
     def _():
-        # Rows of others, and of nobody, which may be any number or none. Selected in float32, as every chip can.
+        # Masks rows of other groups and of none, which may be NaN; in float32, as every chip can.
         def own(x):
             number = here + lax.broadcasted_iota(jnp.int32, x.shape, 0)
             return jnp.where((begin <= number) & (number < end), x.astype(jnp.float32), 0.0).astype(x.dtype)
@@ -189,18 +189,18 @@ def _gradient(group, place, begins, ends, rows, d, out, total, *, tile: int):
 
 
 def _across(columns: int, tile: int, num_bytes: int) -> int:
-    """Columns of a tile of the result, where a row of all operands' tiles has so many bytes: as many as have room."""
+    """Columns of a tile of the result: as many as have room, if a row of all operands' tiles has `num_bytes` bytes."""
     across = _side(columns, ACROSS)
-    while across > LANES and 2 * (tile + across) * num_bytes > VECTOR_MEMORY * 3 // 4:  # each twice: it is on its way
+    while across > LANES and 2 * (tile + across) * num_bytes > VECTOR_MEMORY * 3 // 4:  # each twice: one is on its way
         across = _side(columns, max(across // 2 // LANES, 1) * LANES)
     return across
 
 
 def _visits(sizes, count: int, tile: int):
-    """The pairs of a group and a tile that has rows of it, or of an empty group and any tile.
+    """The pairs of a group and a tile that has rows of it; an empty group is paired with any tile.
 
     Returns:
-        How many there are, of each its group and its tile, and where each group begins and ends.
+        How many there are, the group and the tile of each, and where each group begins and ends.
     """
     sizes = sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
@@ -214,18 +214,18 @@ def _visits(sizes, count: int, tile: int):
 
 
 def _rows_of_a_tile(count: int, groups: int) -> int:
-    """Many where groups are large, to load operands in long pieces; few where they are small, to multiply few twice."""
+    """Many if groups are large, to load operands in long pieces; few if they are small, to multiply few twice."""
     tile = next((t for t in (512, 256) if count >= 16 * t * groups), LANES)
     return min(tile, -(-count // 16) * 16)
 
 
 def _whole_side(size: int, most: int) -> int:
-    """The same of what is summed, of which no tile may reach past the end: all of it where nothing divides it."""
+    """`_side` of what is summed, where no tile may reach past the end: all of it if nothing divides it."""
     sides = [side for side in range(LANES, min(most, size) + 1, LANES) if size % side == 0]
     return size if size <= most or not sides else sides[-1]
 
 
 def _side(size: int, most: int) -> int:
-    """The largest multiple of the lanes that divides the size; all of it where none does and it is small."""
+    """The largest multiple of the lanes that divides the size; all of it if none does and it is small."""
     sides = [side for side in range(LANES, most + 1, LANES) if size % side == 0]
     return sides[-1] if sides else min(size, most)

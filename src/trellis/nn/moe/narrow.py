@@ -1,8 +1,8 @@
 """Experts' products in narrow numbers (`tr.Narrow`): rows and weights rounded, with one scale each.
 
-Weights are rounded where they are and then moved, rows where they are sorted by expert: their scale is that of the
-largest element of all devices' rows. No kernel of grouped products takes numbers of eight bits, so they are multiplied
-in bfloat16, which holds them as they are: what is narrow is what moves.
+Weights are rounded where they are and then moved; rows are rounded where they are sorted by expert, and their scale is
+made from the largest element of all devices' rows. No kernel of grouped products takes numbers of eight bits, so they
+are multiplied in bfloat16, which represents them exactly: only what moves is narrow.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Held:
     """A device's part of the weights of a narrow product.
 
     Attributes:
-        weight: `experts in out`, of which only the type is used, and whose gradient is made.
+        weight: `experts in out`; only its type is used, and it gets the gradient.
         values, scale: the narrow numbers, in a type that kernels multiply.
         kind: which.
     """
@@ -44,7 +44,7 @@ def unmarked(weights: Sequence[NamedArray | Narrow]) -> tuple[Kinds, list[NamedA
     """The kinds of narrow products that weights ask for, and the weights without their marks.
 
     Raises:
-        NamesError: a kind that experts' products are not made in.
+        NamesError: a kind in which experts' products are not made.
     """
     kinds = tuple(w.kind if isinstance(w, Narrow) else None for w in weights)
     if wrong := [kind for kind in kinds if kind is not None and (kind not in TYPES or TYPES[kind].in_blocks)]:
@@ -65,8 +65,8 @@ def narrow_weights(weights: Sequence[NamedArray], kinds: Kinds) -> list[NamedArr
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gradient_only(weight: jax.Array, names: tuple[str, ...], axes: tuple, copied: frozenset[str]) -> jax.Array:
-    """Zeros in the place of a weight that is moved, whose gradient comes back as the weight's own would: nothing moves
-    but that."""
+    """Zeros in place of a weight that is moved. Their gradient comes back as the weight's own would, and nothing else
+    moves."""
     zeros = lax.broadcast_in_dim(jnp.zeros((), weight.dtype), weight.shape, (), out_sharding=spec_of(axes))
     return move(NamedArray(zeros, names), axes, copied).array
 
@@ -84,7 +84,7 @@ gradient_only.defvjp(_gradient_only_forward, _gradient_only_backward)
 
 
 def held(weights: Sequence[jax.Array], kinds: Kinds, narrow: Sequence[jax.Array]) -> list[jax.Array | Held]:
-    """A device's weights with their narrow numbers, which come as `narrow_weights` has them."""
+    """A device's weights with their narrow numbers, which are in the order of `narrow_weights`."""
     left = iter(narrow)
     return [
         w if kind is None else Held(w, next(left).astype(_exact(w.dtype)), next(left), kind)
@@ -99,7 +99,7 @@ def grouped_each(
     outer: Sequence[int] = (),
     taken: Taken | None = None,
 ) -> list[jax.Array]:
-    """`grouped_matmul` of rows with several weights; rows are rounded once for all that are of one kind.
+    """`grouped_matmul` of rows with several weights; rows are rounded once for all weights of one kind.
 
     Args:
         rows, weights, sizes: as there.
@@ -124,7 +124,7 @@ def _rounded_rows(rows: jax.Array, sizes: jax.Array, kind: Kind, *, gradient: bo
     return with_one_scale(wide, kind, gradient=gradient, over=tuple(varying_axes(wide)), widened=True)
 
 
-# Of rows and weights as they are only the types are used, so that nothing moves them.
+# Of the exact rows and weights only the types are used, so nothing moves them.
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _multiply(rows, weights, narrow, sizes, kind: Kind, types):
     values, scale, weight_values, weight_scale = narrow

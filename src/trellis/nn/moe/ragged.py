@@ -9,13 +9,13 @@ from jax import lax
 from trellis.mesh.manual.ops import vary, varying_axes
 from trellis.nn.moe.tiles import LANES
 
-# Where my rows for each device begin, how many they are, where they go there, and how many I get from each device.
+# Where rows for each device begin here, how many there are, where they land there, and how many come from each.
 Way = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 4))
 def ragged_all_to_all(x: jax.Array, room: int, there: Way, back: Way, axes: tuple[str, ...]) -> jax.Array:
-    """Rows to other devices, as many to each as there are; anything where no row arrives.
+    """Sends rows to other devices, as many to each as there are; places where none arrives hold anything.
 
     Args:
         x: `rows ...`, as `in_tiles` makes them.
@@ -28,10 +28,10 @@ def ragged_all_to_all(x: jax.Array, room: int, there: Way, back: Way, axes: tupl
 
 
 def in_tiles(x: jax.Array) -> jax.Array:
-    """Rows in tiles of their own where they fill these, `rows embed` to `rows 16 ...`, or as many of 8, 4 and 2.
+    """Rows in tiles of their own if they fill these, `rows embed` to `rows 16 ...`, or 8, 4 or 2 instead of 16.
 
-    A TPU moves whole tiles: such a row is neither padded nor taken apart. Where its lanes fill no two tiles' rows it is
-    one row of them, which takes three times as long on its way in and out.
+    A TPU moves whole tiles: such a row is neither padded nor taken apart. A row that does not fill two rows of a tile
+    stays one row of a tile, which takes three times as long on its way in and out.
     """
     rows, embed = x.shape
     deep = next((deep for deep in (16, 8, 4, 2) if embed % (deep * LANES) == 0), 1)

@@ -1,8 +1,8 @@
-"""Further rounds of an exchange, which cost nothing where none is needed.
+"""Further rounds of an exchange, which cost nothing if none is needed.
 
 A round is a function of rows, and of what experts compute with. The first is an ordinary part of the program, so that
 rematerialization sees what it keeps. The others stand in a loop, which rarely runs: forward it starts from the first's
-result, backward from the first's gradients, so that nothing is added or set to zero where there are no others.
+result, backward from the first's gradients, so nothing is added or set to zero if there are no others.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ class Moving(NamedTuple):
 
     Attributes:
         rows: `rows ...`.
-        counted: `f32["..."]`, what they count.
+        counted: `f32["..."]`, how much they count.
         counts: integers, how many there are.
         needed: `i32[""]`, how many rounds, the same on all devices.
-        first: what the first round gets instead of `counts`, where that is something else.
+        first: what the first round gets instead of `counts`, if that differs.
     """
 
     rows: jax.Array
@@ -36,13 +36,13 @@ class Moving(NamedTuple):
 
 
 def one_round(arrive: Stage, compute: Callable, leave: Stage, parts: Sequence[Moving]) -> list[jax.Array]:
-    """What experts make of the rows of a round, of each part: at the places of those that move, anything at others.
+    """Experts' results for the rows of a round, for each part; places of rows that do not move hold anything.
 
     Args:
-        arrive: from rows and what they count, with `counts` and the round's number, to those that arrive here, with
+        arrive: from rows and how much they count, with `counts` and the round's number, to those that arrive here, with
             their `sizes`, what is `taken` of them, and whatever else `leave` asks for.
         compute: what this device's experts do to them, `compute(rows, sizes, weights, *taken)`.
-        leave: from what is made of these to where they came from.
+        leave: brings results to where the rows came from.
         parts: what moves.
     """
     return _round(arrive, [compute] * len(parts), leave, parts, 0)

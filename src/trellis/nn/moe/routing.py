@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and what each counts."""
+"""Which experts a token goes to, and how much each counts."""
 
 import math
 from typing import NamedTuple
@@ -15,11 +15,11 @@ PLAIN = Routing()
 
 
 class Choices(NamedTuple):
-    """Each token's experts, all different, the likeliest first.
+    """Each token's experts, all different, the most likely first.
 
     Attributes:
-        ids: `i32["batch pos choices"]`, from 0; the number of experts where a choice was dropped.
-        weights: `f32["batch pos choices"]`, what each counts; 0 where a choice was dropped.
+        ids: `i32["batch pos choices"]`, from 0; the number of experts if a choice was dropped.
+        weights: `f32["batch pos choices"]`, how much each counts; 0 if a choice was dropped.
     """
 
     ids: NamedArray
@@ -27,7 +27,7 @@ class Choices(NamedTuple):
 
 
 def score(x: NamedArray, router: NamedArray) -> NamedArray:
-    """How much each token is for each expert, before the softmax or the sigmoid, in float32.
+    """Each token's score for each expert, before the softmax or the sigmoid, in float32.
 
     `routes` are the experts as the router sees them: all of them for every token, whatever slices `experts`.
 
@@ -47,22 +47,22 @@ def chances_of(scores: NamedArray, routing: Routing = PLAIN) -> NamedArray:
 
     Args:
         scores: `f32["batch pos routes"]`, as the router makes them.
-        routing: says which.
+        routing: says which function.
     """
     return softmax(scores, "routes") if routing.scores == "softmax" else sigmoid(scores)
 
 
 def choose(scores: NamedArray, count: int, routing: Routing = PLAIN, *, bias: NamedArray | None = None) -> Choices:
-    """The `count` likeliest experts of each token, weighted by their chances.
+    """The `count` most likely experts of each token, weighted by their chances.
 
-    With `groups`, a token's experts come from the `groups_per_token` groups whose two likeliest experts have the
+    With `groups`, a token's experts come from the `groups_per_token` groups whose two most likely experts have the
     largest sum (DeepSeek-AI, 2024, arXiv:2412.19437, section 2.1.2).
 
     Args:
         scores: `f32["batch pos routes"]`, as the router makes them.
         count: how many experts each token goes to.
-        routing: what makes chances of scores, from which groups experts are picked, and whether weights add up to 1.
-        bias: `f32["routes"]`, added to the chances where groups and experts are picked, and nowhere else (balancing
+        routing: how scores become chances, from which groups experts are picked, and whether weights add up to 1.
+        bias: `f32["routes"]`, added to the chances when groups and experts are picked, and only then (balancing
             without an auxiliary loss, Wang et al., 2024, arXiv:2408.15664). It gets no gradient.
 
     Raises:
@@ -86,7 +86,7 @@ def choose(scores: NamedArray, count: int, routing: Routing = PLAIN, *, bias: Na
 
 
 def _within_groups(picked: NamedArray, routing: Routing) -> NamedArray:
-    """Chances where a token's groups are, and less than any chance elsewhere."""
+    """The chances inside a token's groups, and less than any chance elsewhere."""
     grouped = picked.split_axis("routes", {"groups": routing.groups, "members": -1})
     best = min(2, grouped.shape["members"])
     of_groups = top_k(grouped, "members", best, new_name="best")[0].sum("best")
@@ -130,7 +130,7 @@ def check_count(count: int, experts: int, place: str, routing: Routing = PLAIN) 
 
 
 def limit(choices: Choices, experts: int, capacity: float) -> Choices:
-    """Drops what is over an expert's capacity; the rest of a dropped token's weights stays as it is.
+    """Drops choices over an expert's capacity; the other weights of such a token stay as they are.
 
     In each sequence an expert takes the first `ceil(capacity * choices * pos / experts)` tokens that chose it, in the
     order of positions. So what is dropped depends on the sequence alone, not on the mesh or the number of

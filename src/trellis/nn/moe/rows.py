@@ -1,4 +1,4 @@
-"""Tokens to rows sorted by expert, and back: gathers in both directions, forward and backward."""
+"""Moves tokens to rows sorted by expert and back, by gathers in both directions, forward and backward."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,19 +9,19 @@ from jax import lax
 
 from trellis.named.backend import fences_gradients
 
-# From rows sorted by expert, how many each expert has, and what each row counts, to what the experts make of them.
-# Rows after the last expert's have no meaning: any number or none, and so may what is made of them be.
-# One that gathers its rows gets the array that they are of, and which they are (`Taken`) as a fourth argument; what it
-# makes is of that array's rows, sums where several rows are one of them.
+# From rows sorted by expert, how many each expert has, and how much each row counts, to the experts' results.
+# Rows after the last expert's are meaningless and may be NaN, and so may their results.
+# One that gathers its rows gets the array that holds them, and which they are (`Taken`) as a fourth argument; its
+# results are for that array's rows, summed if a row was taken several times.
 Compute = Callable[..., jax.Array]
 
 
 @jax.custom_vjp
 def take_rows(x: jax.Array, index: jax.Array, copies: jax.Array) -> jax.Array:
-    """Rows of `x` at `index`; any row where that is outside.
+    """Rows of `x` at `index`; any row where that is out of range.
 
-    The gradient is gathers too, and a sum over copies, where JAX's own would scatter. It never holds all copies of all
-    rows side by side.
+    The gradient consists of gathers too, and a sum over copies, where JAX's own would scatter. It never holds all
+    copies of all rows side by side.
 
     Args:
         x: `rows ...`.
@@ -37,8 +37,8 @@ def take_rows(x: jax.Array, index: jax.Array, copies: jax.Array) -> jax.Array:
 
 
 def _take_rows_backward(copies, d):
-    # By itself: else libtpu puts the additions into each product that reads the sum, but not the conversions to float32
-    # before them, each of which then writes all rows.
+    # Fenced: otherwise libtpu puts the additions into each product that reads the sum, but not the conversions to
+    # float32 before them, each of which then writes all rows.
     summed = _summed(d, copies)
     return lax.optimization_barrier(summed) if fences_gradients(d) else summed, None, None
 
@@ -48,7 +48,7 @@ take_rows.defvjp(lambda x, index, copies: (_rows(x, index), copies), _take_rows_
 
 @jax.custom_vjp
 def sum_rows(made: jax.Array, copies: jax.Array, index: jax.Array) -> jax.Array:
-    """Sums of rows, in float32: what `take_rows` is backward, and the other way round.
+    """Sums of rows, in float32: the backward pass of `take_rows`, and the other way round.
 
     Args:
         made: `places ...`.
@@ -85,17 +85,17 @@ def _summed(made, copies):
     for j in range(copies.shape[1]):
         taken = _rows(made, copies[:, j]).astype(jnp.float32)
         there = lax.broadcast_in_dim(copies[:, j] < made.shape[0], taken.shape, (0,))
-        # Where there is none, what is taken may be no number.
+        # Where there is none, what is taken may be NaN.
         total = total + lax.select(there, taken, jnp.zeros_like(taken))
     return total.astype(made.dtype)
 
 
 class Taken(NamedTuple):
-    """Which of an array's rows others are, and where each of it is among these.
+    """Which rows of an array were taken, and where each of its rows is among these.
 
     Attributes:
-        index: `i32["rows"]`, which row each is; any number for rows of nobody, which come last.
-        copies: `i32["n count"]`, where each row of the array is among them; the number of rows for nowhere. None where
+        index: `i32["rows"]`, which row each is; any number for rows of no expert, which come last.
+        copies: `i32["n count"]`, where each row of the array is among them; the number of rows for nowhere. None if
             no row is taken twice.
     """
 
@@ -103,12 +103,12 @@ class Taken(NamedTuple):
     copies: jax.Array | None
 
     def of(self, x: jax.Array) -> jax.Array:
-        """`rows ...`, the rows of `n ...`."""
+        """The taken rows, `rows ...`, of an array `n ...`."""
         assert self.copies is not None
         return take_rows(x, self.index, self.copies)
 
     def summed(self, made: jax.Array) -> jax.Array:
-        """`n ...`, of each row of the array the sum of what was made of it, `rows ...`."""
+        """For each row of the array, `n ...`, the sum of the results made from it, `rows ...`."""
         assert self.copies is not None
         return sum_rows(made, self.copies, self.index)
 
@@ -117,7 +117,7 @@ def sort_by_expert(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array
     """The order that sorts by expert, each one's place in it, and how many every expert has.
 
     Args:
-        experts: `i32["n"]`, each from 0 to `count - 1`; other numbers belong to nobody here and come last.
+        experts: `i32["n"]`, each from 0 to `count - 1`; other numbers mean no expert here and come last.
         count: how many experts there are.
 
     >>> import jax.numpy as jnp
@@ -138,8 +138,8 @@ def local_experts(
 
     Args:
         x: `tokens embed`.
-        ids: `i32["tokens choices"]`, experts counted from this device's first, all of a token different. Numbers
-            outside of 0 to `count - 1` are somebody else's, and add nothing.
+        ids: `i32["tokens choices"]`, experts numbered from this device's first, all of a token different. Numbers
+            outside of 0 to `count - 1` are other devices' experts, and add nothing.
         weights: `f32["tokens choices"]`.
         compute: what the experts do to rows sorted by expert, `compute(rows, sizes, weights)`.
         count: how many experts are here.

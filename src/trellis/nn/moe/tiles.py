@@ -1,4 +1,4 @@
-"""Which rows of which group each tile has, where groups of sorted rows are cut into tiles of one group each."""
+"""Groups of sorted rows, cut into tiles of one group each: which rows of which group each tile has."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from trellis.mesh.manual.ops import vary, varying_axes
 
 LANES = 128  # numbers in a row of a TPU's tile
-# How much longer libtpu takes than for a copy that streams, to lay out anew slices that come together along the last
-# dimension and do not end with a tile, and along the one before. By its cycles for GPT-OSS and Qwen3 on v5p and v6e.
+# How much longer than a streaming copy libtpu takes to lay out again slices that come together along the last dimension
+# and do not end with a tile, and along the one before. By its cycles for GPT-OSS and Qwen3 on v5p and v6e.
 ACROSS_LANES, ACROSS_ROWS = 4.6, 2.5
 
 
@@ -41,8 +41,8 @@ class Tiles(NamedTuple):
 
 
 def shaped(shape: tuple[int, ...], dtype, *arrays: jax.Array) -> tuple[jax.ShapeDtypeStruct, tuple[jax.Array, ...]]:
-    """The type of a kernel's result, which differs between devices along all manual mesh axes along which an operand
-    does, and the operands as differing along them too.
+    """The type of a kernel's result, which varies along all manual mesh axes along which an operand varies, and the
+    operands, varying along them too.
     """
     axes = varying_axes(*arrays)
     arrays = tuple(vary(a, axes) for a in arrays)
@@ -50,8 +50,8 @@ def shaped(shape: tuple[int, ...], dtype, *arrays: jax.Array) -> tuple[jax.Shape
 
 
 def slower_than_a_copy(shape: tuple[int, ...], gathered: int, ways: int, itemsize: int) -> float:
-    """How much longer than a streaming copy libtpu takes to lay out what was gathered, before a kernel reads it; 0
-    where it comes together as it lies.
+    """How much longer than a streaming copy libtpu takes to lay out what was gathered, before a kernel reads it; 0 if
+    it comes together as it lies.
 
     Args:
         shape: of the whole array.

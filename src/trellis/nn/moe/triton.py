@@ -1,8 +1,8 @@
 """Grouped products on NVIDIA GPUs, by kernels of our own in Pallas's dialect for Triton.
 
-XLA makes of `jax.lax.ragged_dot` a dense product there, as many times the work as there are groups. These multiply the
-rows that there are, and what completes the last tile of each group. Rows may be those of another array, `sources` says
-which, and then are read where they are, or written, `targets`: nobody writes them sorted (Tan et al., 2024,
+There XLA makes `jax.lax.ragged_dot` a dense product, as many times the work as there are groups. These kernels multiply
+only the rows that there are, and what completes the last tile of each group. Rows may be those of another array, and
+are then read (`sources` says which) or written (`targets`) where they are: no sorted copy is made (Tan et al., 2024,
 arXiv:2403.08245).
 """
 
@@ -20,11 +20,11 @@ from trellis.nn.moe.tiles import shaped, tiles_of
 from trellis.program.said import as_it_lies, grouped_work
 
 # A program's tile of the result, and how much of the sum it loads at once (half as much of float32). Programs that
-# run together share operands in the cache where they walk over a few tiles of rows before the next one of columns.
+# run together share operands in the cache if they walk over a few tiles of rows before the next one of columns.
 ROWS, COLUMNS, SUMMED, ACROSS = 128, 256, 64, 8
 LAUNCH = plgpu.CompilerParams(num_warps=8, num_stages=3)
-LEAST = 16  # of a tile's sides: fewer fill no matrix unit
-NOWHERE = 2**31 - 1  # in no array
+LEAST = 16  # a tile's shortest side: less fills no matrix unit
+NOWHERE = 2**31 - 1  # a place in no array
 
 
 def multiply(
@@ -38,14 +38,14 @@ def multiply(
     swapped: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """As `grouped_matmul`; rows of nobody are not written.
+    """As `grouped_matmul`; rows after the last group are not written.
 
     Args:
-        rows: `rows in`, or where there are `sources` any number of rows.
-        weights: `groups in out`, or `groups out in` where they are swapped.
+        rows: `rows in`, or with `sources` any number of rows.
+        weights: `groups in out`, or `groups out in` if they are swapped.
         sizes: `i32["groups"]`.
-        sources: `i32["rows"]`, which of `rows` each row is, anything for rows of nobody; None for the rows themselves.
-        targets: `i32["rows"]`, where in the result each row is written, all in other places; None for as they come.
+        sources: `i32["rows"]`, which of `rows` each row is, anything past the last group; None for the rows as is.
+        targets: `i32["rows"]`, where in the result each row is written, no two in one place; None for in order.
         outer: see `grouped_products`.
         swapped: see `weights`.
         interpret: runs the kernel on any backend, slowly.
@@ -63,12 +63,12 @@ def rows_gradient(
     outer: Sequence[int] = (),
     interpret: bool = False,
 ) -> jax.Array:
-    """Of rows that went into several products, the gradient of all of them, summed in float32: `rows in`.
+    """The gradient of rows that went into several products, through all of these, summed in float32: `rows in`.
 
-    One kernel makes it: a sum of arrays, made by one kernel each, would read and write all of them once more.
+    One kernel makes it: to sum arrays made by one kernel each would read and write all of them once more.
 
     Args:
-        d: of each product's result the gradient, `rows out`, or where there are `sources` any number of rows.
+        d: the gradient of each product's result, `rows out`, or with `sources` any number of rows.
         weights: of each product, `groups in out`.
         sizes: `i32["groups"]`.
         sources: of all of `d`, as in `multiply`.
@@ -89,7 +89,7 @@ def _multiplied(
     swapped: bool,
     interpret: bool,
 ) -> jax.Array:
-    """The sum of several products of as many rows, each by weights of its own, whose outermost dimension is said."""
+    """The sum of several products of the same number of rows, each with its own weights and outermost dimension."""
     count, dtype = (products[0][0] if sources is None else sources).shape[0], products[0][0].dtype
     groups, columns = sizes.shape[0], products[0][1].shape[1 if swapped else 2]
     across, summed = _side(columns, COLUMNS), [_side(x.shape[1], SUMMED * 2 // dtype.itemsize) for x, *_ in products]
@@ -172,11 +172,11 @@ def weights_gradient(
     outer: int = 0,
     interpret: bool = False,
 ) -> jax.Array:
-    """Of each group, its rows' products with their gradients, summed: `groups in out`, zeros for an empty one.
+    """For each group, the products of its rows with their gradients, summed: `groups in out`; zeros for an empty one.
 
     Args:
-        rows: `rows in`, or where there are `sources` any number of rows.
-        d: `rows out`, or where there are `d_sources` any number of rows.
+        rows: `rows in`, or with `sources` any number of rows.
+        d: `rows out`, or with `d_sources` any number of rows.
         sizes: `i32["groups"]`.
         dtype: of the result; sums are float32.
         sources, d_sources: of the rows, and of their gradients, as in `multiply`.
@@ -230,12 +230,12 @@ def _gradient(begins, ends, *given, down: int, across: int, summed: int, outer: 
 
 
 def _lying(outer: int, *sides):
-    """Of three dimensions, the one that is outermost first."""
+    """Three dimensions, the outermost first."""
     return sides[outer], *sides[:outer], *sides[outer + 1 :]
 
 
 def _suffix(*outer: int) -> str:
-    """Of a kernel's name, by which one who reads the compiled program knows how weights lie, each of them."""
+    """The suffix of a kernel's name that tells a reader of the compiled program how each weight lies."""
     return "_outer_" + "_".join(map(str, outer)) if any(outer) else ""
 
 
@@ -248,12 +248,12 @@ def _walk(number, down: int, across: int):
 
 
 def _places(listed, first, size: int, own):
-    """Where in their array a tile's rows are: side by side, or as a list says of its own; others nowhere."""
+    """Where in their array a tile's rows are: side by side, or as a list says; others are nowhere."""
     return pl.ds(first, size) if listed is None else _load(listed.at[pl.ds(first, size)], own, NOWHERE)
 
 
 def _tile(array, places, first, size: int):
-    """Columns of these rows."""
+    """A tile: `size` columns of these rows."""
     if isinstance(places, pl.Slice):
         return array.at[places, pl.ds(first, size)]
     return array.at[places[:, None], first + jnp.arange(size)[None]]

@@ -33,7 +33,7 @@ class Turn(NamedTuple):
 
     @staticmethod
     def of(counts: jax.Array, turn: jax.Array, axes: Axes, room: int, ragged: bool) -> "Turn":
-        """That of a turn.
+        """The turn of this number.
 
         Args:
             counts: `i32["from to count"]`, rows for each expert.
@@ -60,15 +60,15 @@ class Turn(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """Where a device's rows are from.
+    """Where a device's rows came from.
 
     Attributes:
         sizes: `i32["count"]`, how many each expert has.
         order, place: `i32["room"]`, from the buffer to rows sorted by expert, and back.
-        taken: where who computes takes rows in this order from the buffer, which: one `Taken`, else none.
+        taken: one `Taken`, if whoever computes takes rows in this order from the buffer; otherwise none.
         counts: `i32["from to count"]`, rows for each expert.
         turn: in which they moved.
-        beside: of all devices' rows the number of each, and where each of these is.
+        beside: the number of each among all devices' rows, and where each of those is.
     """
 
     sizes: jax.Array
@@ -82,15 +82,15 @@ class Arrived(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Road:
-    """Between devices, for rows that go there and for what is made of them, which comes home.
+    """A road between devices, for rows that go there and for their results, which come home.
 
     Attributes:
         axes: the mesh axes that the devices are along.
-        room: places of the buffer that rows arrive in; what is in others is anything.
-        ragged: whether only rows that there are travel.
-        even: how many arrive where the load is even.
-        sorts: whether rows that arrive are sorted by expert, and what is made of them comes so; else both are as they
-            arrive.
+        room: places of the buffer in which rows arrive; those without a row hold anything.
+        ragged: whether only rows with a token travel.
+        even: how many arrive under an even load.
+        sorts: whether rows that arrive are sorted by expert, and results come in that order; otherwise both are as
+            rows arrive.
     """
 
     axes: Axes
@@ -100,7 +100,7 @@ class Road:
     sorts: bool = True
 
     def there(self, rows: jax.Array, counts: jax.Array, turn: Turn) -> jax.Array:
-        """Rows to other devices.
+        """Sends rows to other devices.
 
         Args:
             rows: `rows ...`, sorted by receiver.
@@ -113,7 +113,7 @@ class Road:
         return lax.all_to_all(take_rows(rows, index, places), self.axes, 0, 0, tiled=True)
 
     def home(self, made: jax.Array, counts: jax.Array, turn: Turn, rows: int) -> jax.Array:
-        """What is made of rows that arrived, to the places that they came from.
+        """Sends the results of rows that arrived to the places that these came from.
 
         Args:
             made: `room ...`.
@@ -126,7 +126,7 @@ class Road:
         return sum_rows(lax.all_to_all(made, self.axes, 0, 0, tiled=True), places, index)
 
     def known(self, counts: jax.Array, number: jax.Array, rows: int) -> "Arrived":
-        """Where a round's rows are from, and where they lie sorted by this device's experts.
+        """Where a round's rows came from, and where they lie sorted by this device's experts.
 
         Args:
             counts: `i32["from to count"]`, rows for each expert.
@@ -141,16 +141,16 @@ class Road:
         return Arrived(sizes, order, place, taken, counts, turn, beside)
 
     def bring(self, rows: jax.Array, at: "Arrived") -> jax.Array:
-        """`room embed`, a round's rows, sorted by this device's experts or not, of `rows ...`."""
+        """`room embed`: brings a round's rows, `rows ...`, sorted by this device's experts or not."""
         arrived = self.there(rows, at.counts, at.turn)
         return (reorder(arrived, at.order, at.place) if self.sorts else arrived).reshape(self.room, -1)
 
     def weigh(self, counted: jax.Array, at: "Arrived") -> jax.Array:
-        """`f32["room"]`, what each of them counts, of `f32["pairs"]`, what the rows of all devices do."""
+        """`f32["room"]`, how much each of them counts, from `f32["pairs"]` for the rows of all devices."""
         return reorder(take_rows(counted, *at.beside), at.order, at.place)
 
     def leave(self, made: jax.Array, at: "Arrived", rows: int) -> jax.Array:
-        """What is made of rows that arrived, at their places among the rows that were sent; anything at the others."""
+        """Results of rows that arrived, at their places among the rows that were sent; others hold anything."""
         made = in_tiles(made) if self.ragged else made
         return self.home(reorder(made, at.place, at.order) if self.sorts else made, at.counts, at.turn, rows)
 
@@ -164,7 +164,7 @@ class Road:
             return ragged_all_to_all(x, room, *ways, self.axes)
 
     def _slots(self, rows: int, turn: Turn):
-        """Which row is in each place of the slots, and in which place each row is; `rows` and all places for none."""
+        """Which row is in each place of the slots (`rows` for none), and each row's place (all places for none)."""
         first, moved = turn.mine, turn.moved[turn.me]
         size = self.room // moved.shape[0]
         within = jnp.arange(size, dtype=jnp.int32)
@@ -177,7 +177,7 @@ class Road:
 
 
 def _from(counts, turn: Turn):
-    """Where this device's results go to: the place of its rows from each sender among that sender's rows."""
+    """Where this device's results go: the place of its rows from each sender among that sender's rows."""
     sent = counts.sum(2)
     return (jnp.cumsum(sent, 1) - sent + turn.start)[:, turn.me]
 
@@ -187,7 +187,7 @@ def brought_with(counts, turn: Turn, sender, number, room: int, pairs: int):
 
     Args:
         counts, turn: of the exchange.
-        sender, number: `i32["places"]`, of each place the device that its row is from, and which of its rows for us.
+        sender, number: `i32["places"]`, for each place the device that its row is from, and which of its rows for us.
         room: places in the buffer.
         pairs: of each device.
     """
@@ -200,8 +200,8 @@ def brought_with(counts, turn: Turn, sender, number, room: int, pairs: int):
 
 
 def arrivals(counts, turn: Turn, room: int):
-    """Of every place of this device's buffer the expert, counted here (their number for places without a row), the
-    sender, and which of its rows for this device it has.
+    """For every place of this device's buffer: the expert, numbered here (the number of experts for places without a
+    row), the sender, and which of the sender's rows for this device it has.
 
     Args:
         counts: `i32["from to count"]`, rows for each expert, which come in this order.

@@ -1,4 +1,4 @@
-"""Llamas of 8B, 70B and 405B parameters on nodes of GPUs, on a token store of the user's."""
+"""Llamas of 8B, 70B and 405B parameters on nodes of GPUs, on the user's token store."""
 
 import dataclasses
 

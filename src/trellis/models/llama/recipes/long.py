@@ -1,6 +1,6 @@
-"""Llamas that go on with long sequences: slices of positions, 131,072 and 1,048,576 of them.
+"""Llamas trained further on long sequences, of 131,072 and 1,048,576 positions, in slices of positions.
 
-Each goes on from a model of 8,192 positions, at a lower learning rate. At 1,048,576 the base of the rotary angles is
+Each continues from a model of 8,192 positions, at a lower learning rate. At 1,048,576 the base of the rotary angles is
 the one that a published model of that length was trained with (Llama-3-8B-Instruct-Gradient-1048k: 2.8e9).
 """
 
@@ -13,7 +13,7 @@ from trellis.optim.config import AdamW
 from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
 
 K128, M1 = 131_072, 1_048_576
-# What attention makes is kept, since it takes most of the time; its operands too, where there is room.
+# Attention's results are kept, since it takes most of the time; its operands too, if there is room.
 RESULTS = Remat(policy="saved", names=("attention",))
 OPERANDS = Remat(policy="saved", names=("query", "key", "value", "attention"))
 

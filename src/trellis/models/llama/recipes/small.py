@@ -1,8 +1,8 @@
-"""Llamas of 84M to 2B parameters on a token store of the user's.
+"""Llamas of 84M to 2B parameters on the user's token store.
 
-They have the shapes that seqax publishes utilisations for on 8 A100 GPUs; its configurations are the source of the
+They have the shapes for which seqax publishes utilisations on 8 A100 GPUs; its configurations are the source of the
 sizes, the batch, the steps and the learning rates. They use one key and value head for each query head and a wide
-feed-forward layer. Parameters in blocks are without the two tables of the vocabulary. On that node all of them keep
+feed-forward layer. Parameters in blocks do not include the two tables of the vocabulary. On that node all of them keep
 everything for the backward pass.
 """
 

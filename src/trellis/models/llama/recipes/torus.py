@@ -1,6 +1,6 @@
 """Llamas on TPU slices: FSDP with a mesh axis along each side of the torus.
 
-The options of the TPU's compiler are those that its programs came out best with (docs/plan.md).
+The options of the TPU's compiler are those that gave its best programs (docs/plan.md).
 """
 
 import dataclasses
@@ -35,16 +35,16 @@ def _beside_computation(gather: str, vector_memory: int) -> dict[str, str]:
 
 V5E = FUSED_REDUCTIONS | FUSED_SCATTERS
 V5P = _beside_computation("3d_all_gather", 65536)
-V5P_AND_TWO_SIDES = V5P | _beside_computation("2d_all_gather", 65536)  # where some gathers are over two of its three
+V5P_AND_TWO_SIDES = V5P | _beside_computation("2d_all_gather", 65536)  # if some gathers are over two of its three
 V6E = _beside_computation("2d_all_gather", 98304)
 
 
 def on_torus(run: Run, name: str, batch_size: int, mesh: MeshSizes, remat: Remat, options: dict[str, str]) -> Run:
     """FSDP over a whole TPU slice, one mesh axis along each dimension of its torus.
 
-    The two tables are sliced by words and not by columns: what is gathered then comes out in order and is not copied,
-    a gigabyte each. Weights are gathered over one side of the torus after the other, so that their gradients are
-    scattered so: over both at once libtpu sums everything (by its layouts and programs; docs/plan.md).
+    The two tables are sliced by words and not by columns: what is gathered then comes out in order, which saves a copy
+    of a gigabyte each. Weights are gathered over one side of the torus after the other, so that their gradients are
+    scattered in the same way: over both at once libtpu sums everything (by its layouts and programs; docs/plan.md).
 
     Args:
         run: the model and its data.
@@ -66,7 +66,7 @@ def on_torus(run: Run, name: str, batch_size: int, mesh: MeshSizes, remat: Remat
     )
 
 
-# What the feed-forward block computes is computed again, attention is not.
+# The feed-forward block is computed again in the backward pass, attention is not.
 ATTENTION_KEPT = Remat(policy="saved", names=("query", "key", "value", "attention"))
 MARKED_KEPT = Remat(policy="saved")
 # One of the two products before the gate is computed again.
@@ -98,7 +98,7 @@ def llama_8b_v6e_256() -> Run:
 
 
 def llama32_1b_v5e_16() -> Run:
-    """The shape of Llama 3.2 1B with a table for each end (1.5B parameters), on a v5e slice of 16 chips, 4 x 4.
+    """The shape of Llama 3.2 1B with untied tables (1.5B parameters), on a v5e slice of 16 chips, 4 x 4.
 
     trellis plan llama32_1b_v5e_16 --on v5e:4x4
     """

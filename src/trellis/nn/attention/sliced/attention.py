@@ -1,6 +1,6 @@
 """Attention by tiles, on whole arrays: each device's program, and the gradient of all.
 
-Positions are in slices, or, where heads have sinks, may be whole.
+Positions are in slices, or may be whole if heads have sinks.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from trellis.notation.state import state_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Attention:
-    """What a call is of; hashable, for `custom_jvp` and `custom_vjp`."""
+    """What describes a call; hashable, for `custom_jvp` and `custom_vjp`."""
 
     place: Placement
     program: Sliced | Whole
@@ -37,7 +37,7 @@ class _Attention:
         return _Attention(place, program, save_name, frozenset() if sinks is None else state_of(sinks).copied)
 
     def run(self, local, arrays, inputs, outputs):
-        """A program of one device's slices. Gradients are not taken of it, so JAX need not know what varies."""
+        """Runs a program of one device's slices. Its gradient is not taken, so JAX need not know what varies."""
         if self.place.mesh is None:
             return local(*arrays)
         specs = [tuple(spec_of(*state) for state in states) for states in (inputs, outputs)]
@@ -60,14 +60,14 @@ class _Attention:
         return [((place.batch, place.pos, place.heads, ()), (), ()), ((place.batch, place.heads, place.pos), (), ())]
 
     def summed(self, gradient, copied):
-        """A gradient of keys, of which other devices hold parts, where it is not to stay a pending sum."""
+        """A gradient of keys, summed over devices that hold parts of it, unless it is to stay a pending sum."""
         place = self.place
         own = {*place.batch, *place.key_pos, *place.kv_heads, *copied}
         axes = tuple(a for a in (*place.batch, *place.pos, *place.heads) if a not in own)
         return lax.psum(gradient, axes) if axes else gradient
 
     def summed_sinks(self, gradient):
-        """That of sinks, which are whole where batch and positions are sliced."""
+        """The same for sinks, which are whole where batch and positions are sliced."""
         axes = tuple(a for a in (*self.place.batch, *self.place.pos) if a not in self.sunk)
         return lax.psum(gradient, axes) if axes else gradient
 
@@ -75,12 +75,12 @@ class _Attention:
 def tiled_attention(
     place: Placement, program: Sliced | Whole, q, k, v, segment_ids, sinks=None, *, save_name: str | None = None
 ) -> jax.Array:
-    """Softmax attention by tiles. Where queries are sliced along `pos`, keys are along the same mesh axes or the major
+    """Softmax attention by tiles. If queries are sliced along `pos`, so are keys, along the same mesh axes or the major
     ones of them.
 
     Arguments as in `trellis.nn.dot_product_attention`.
     """
-    if (layout := current_layout()) is not None and layout.mapped:  # no gradient of one's own under such a `vmap`
+    if (layout := current_layout()) is not None and layout.mapped:  # no custom gradient under such a `vmap`
         place, (q, k, v, sinks) = place.without_copies((q, k, v, sinks))
         run = jax.jit(lambda *arrays: _forward(_Attention(place, program, save_name), *arrays)[0])
         return run(q, k, v, segment_ids, sinks)
@@ -111,7 +111,7 @@ def _forward(call: _Attention, q, k, v, ids, sinks):
 
 
 def _given(*arrays, ids, sinks) -> tuple:
-    """All arrays there are."""
+    """All arrays that there are."""
     return (*arrays, *(ids or ()), *(() if sinks is None else (sinks,)))
 
 
@@ -132,7 +132,7 @@ def _derivative(call: _Attention, primals, tangents):
 
 
 def _attend_change(call: _Attention, kept, changes):
-    """Kernels have no forward mode: in it the tiles are computed in chunks."""
+    """Kernels have no forward mode, so here the tiles are computed in chunks."""
     q, k, v, ids, sinks, *_ = kept
     if (kernels := call.program.kernels).opaque:
         chunks = ChunkedTiles(scale=kernels.scale, logit_softcap=kernels.logit_softcap)
@@ -143,7 +143,7 @@ def _attend_change(call: _Attention, kept, changes):
 
 
 def _attend_backward(call: _Attention, kept, d_out):
-    """The gradients of queries, keys and values, and of sinks, where there are any."""
+    """The gradients of queries, keys and values, and of sinks, if there are any."""
     q, k, v, ids, sinks, out, log_sum = kept
 
     def local(q, k, v, out, log_sum, d_out, *more):
@@ -165,7 +165,7 @@ def _attend_backward(call: _Attention, kept, d_out):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_by_kernel(call: _Attention, q, k, v, ids, sinks):
-    """The same by kernels that know no forward mode, and whose tangents JAX cannot even trace."""
+    """The same by kernels without a forward mode, whose tangents JAX cannot even trace."""
     return _forward(call, q, k, v, ids, sinks)[0]
 
 

@@ -35,7 +35,7 @@ class Neighbours:
         axes: the mesh axes that slice positions.
         queries: positions of a device's queries.
         pattern: with a window.
-        back: keys come from later positions instead of earlier ones (where the pattern is not causal).
+        back: keys come from later positions instead of earlier ones (if the pattern is not causal).
         whole_lanes: parts of pieces are rounded up to multiples of 128.
     """
 
@@ -67,11 +67,11 @@ class Neighbours:
         return min(self.piece, -(-count // _LANES) * _LANES if self.whole_lanes else count)
 
     def own(self) -> Visit:
-        """A device's pieces and themselves."""
+        """A device's pieces against themselves."""
         return Visit(Tile(self.piece, self.piece, self.pattern), [Entry(0, 0), Entry(self.piece, self.piece)])
 
     def met(self, step: int) -> Visit:
-        """What a device computes of the pieces that have come `step` places; of each, `needed(step)` positions."""
+        """What a device computes of the pieces that have come `step` places: `needed(step)` positions of each."""
         size = self.needed(step)
         distance = step * self.piece - (self.piece - size)
         before = lax.axis_index(self.axes), 2 * lax.axis_size(self.axes) - 1 - lax.axis_index(self.axes)
@@ -86,7 +86,7 @@ class Neighbours:
         return Visit(tile, [Entry(rows[0], 0, seen[0]), Entry(rows[1], size, seen[1])])
 
     def part(self, x, size: int, dim: int):
-        """Of both pieces those positions that are seen from afar: the last ones, or the first of later pieces."""
+        """The positions of both pieces that are seen from afar: the last ones, or the first of later pieces."""
         held = x.shape[dim] // 2
         if size == held:
             return x
@@ -102,11 +102,11 @@ class Neighbours:
         return jnp.concatenate([lax.pad(half, zero, pads) for half in jnp.split(x, 2, dim)], dim) if missing else x
 
     def travel(self, x, dim: int):
-        """Both pieces one place further along the path."""
+        """Moves both pieces one place further along the path."""
         return self._moved(x, dim, 1)
 
     def home(self, x, dim: int):
-        """What came `steps` places, with its owner again."""
+        """Returns what came `steps` places to its owner."""
         return self._moved(x, dim, -self.steps)
 
     def _moved(self, x, dim: int, places: int):
@@ -128,7 +128,7 @@ class Neighbours:
         return permute(x, self.axes, pairs)
 
     def _either(self, parts, count: int):
-        """Of what may have arrived in one place, what did on this device."""
+        """Of the parts that may have arrived in one place, the one that did on this device."""
         (x, targets), *rest = parts
         for other, others in rest:
             chosen = jnp.array([device in others for device in range(count)])[lax.axis_index(self.axes)]

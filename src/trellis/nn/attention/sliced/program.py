@@ -5,7 +5,7 @@
     ring                one group's at a time         the next group's, beside the kernels
     window              the pieces before its own     the ones before those
 
-The gradient goes the same way again: keys and values travel, and with them the sums of their gradients, of which each
+The gradient goes the same way again: keys and values travel, and with them the sums of their gradients, to which each
 device adds its share. So a device never holds more than two groups' keys at once.
 """
 
@@ -37,7 +37,7 @@ from trellis.nn.attention.sliced.visits import (
 Axes = tuple[str, ...]
 
 _UNROLLED = 8
-"""Steps of a ring that are written out; more of them run as a loop."""
+"""Steps of a ring that are unrolled; more of them run as a loop."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ class Sliced:
         return d_q, own if d_keys is None else [add(x, y) for x, y in zip(own, both(way.home, d_keys), strict=True)]
 
     def _ways(self, queries: Queries) -> list[Neighbours]:
-        """From which neighbours keys come: those before, and where the pattern is not causal those after."""
+        """From which neighbours keys come: those before, and if the pattern is not causal those after."""
         both = (False,) if self.pattern.causal else (False, True)
         size = queries.q.shape[self.kernels.axis]
         return [Neighbours(self.axes, size, self.pattern, back, self.kernels.whole_lanes) for back in both]
@@ -276,7 +276,7 @@ class Sliced:
 
 
 def _repeat(start: int, stop: int, body: Callable, carry):
-    """`for i in range(start, stop): carry = body(i, carry)`, written out where that is short."""
+    """`for i in range(start, stop): carry = body(i, carry)`, unrolled if that is short."""
     if stop - start <= _UNROLLED:
         for i in range(start, stop):
             carry = body(i, carry)
@@ -285,5 +285,5 @@ def _repeat(start: int, stop: int, body: Callable, carry):
 
 
 def _zeros(*arrays) -> tuple[jax.Array, ...]:
-    """Where gradients are added up, in float32."""
+    """Zeros to which gradients are added, in float32."""
     return tuple(jnp.zeros(x.shape, jnp.float32) for x in arrays)

@@ -1,7 +1,7 @@
-"""Keys and values go around a ring of devices (Liu et al., 2023, arXiv:2310.01889), under an even causal mask.
+"""Keys and values go around a ring of devices (Liu et al., 2023, arXiv:2310.01889), under a causal mask shared evenly.
 
 Of `N` devices each holds two of `2 N` pieces of the sequence, device `d` piece `d` and piece `2 N - 1 - d` (see
-`dealing.py`), a low one and a high one. Where `m` neighbours have gathered each other's keys, `n = N / m` groups are
+`dealing.py`), a low one and a high one. If `m` neighbours have gathered each other's keys, `n = N / m` groups are
 left on the ring, and a group's keys are a low block and a high block of `m` pieces each. In step `r` the keys of group
 `i - r` are with group `i`, and of the four pairs of blocks two are visible, whole, on every device:
 
@@ -9,7 +9,7 @@ left on the ring, and a group's keys are a low block and a high block of `m` pie
     behind the owner's group (i >= r) low queries see the low block, else high queries see the high block.
 
 In its own group a device's pieces see themselves under the causal mask, and `2 m - 1` other pieces whole. Together that
-is as much on every device, in every step.
+is the same amount on every device, in every step.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class Rotation:
 
     @property
     def others(self) -> int:
-        """Other pieces of its group's own blocks that a device sees beside those of `own_first` and `own_last`."""
+        """How many more pieces of its group's blocks a device sees, beside those of `own_first` and `own_last`."""
         return self.members - 1 if self.pattern.causal else 0
 
     @property
@@ -103,12 +103,12 @@ class Rotation:
         return Visit(self._seen(self.piece, block), [Entry(self.piece, 0), chosen])
 
     def travel(self, tree):
-        """Everything one place further along the ring."""
+        """Moves everything one place further along the ring."""
         count = self.groups
         return jax.tree.map(lambda x: permute(x, self.ring, [(i, (i + 1) % count) for i in range(count)]), tree)
 
     def home(self, tree):
-        """What travelled with keys in all steps, with their owner again: one place further."""
+        """Returns what travelled with keys in all steps to their owner: one place further."""
         return self.travel(tree)
 
     def _everything(self) -> Visit:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trellis.nn.attention.further import FurtherTiles
 
 Ids = tuple[jax.Array, jax.Array] | None
-"""`i32["batch queries"]` and `i32["batch keys"]`, or None where all positions belong to one document."""
+"""`i32["batch queries"]` and `i32["batch keys"]`, or None if all positions belong to one document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Part(NamedTuple):
     """The result over some of the keys.
 
     Attributes:
-        out: in the order of the kernels' dimensions, float32 where it is not a kernel's own.
+        out: in the order of the kernels' dimensions, float32 unless it is a kernel's own.
         log_sum: `f32["batch heads pos"]`, the log of the sum of the exponentials of the scores.
     """
 
@@ -92,7 +92,7 @@ class Kernels(Protocol):
 
     @property
     def axis(self) -> int:
-        """The dimension of positions: 1, or 2 where heads come before them."""
+        """The dimension of positions: 1, or 2 if heads come before them."""
         ...
 
     @property
@@ -107,7 +107,7 @@ class Kernels(Protocol):
 
     @property
     def further(self) -> "FurtherTiles | None":
-        """Computes tiles without a window that follow each other, in place; None where there are no such kernels."""
+        """Computes tiles without a window that follow each other, in place; None if there are no such kernels."""
         ...
 
     def forward(self, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids) -> tuple[jax.Array, jax.Array]:
@@ -132,7 +132,7 @@ def turned(x: jax.Array, axis: int) -> jax.Array:
 
 
 NOTHING = -1e30
-"""The log of a sum over no keys: small enough to weigh nothing beside any other, and no infinity to subtract."""
+"""The log of a sum over no keys: small enough to weigh nothing beside any other, and finite, to be subtracted."""
 
 
 def put_together(parts: Sequence[Part], axis: int) -> Part:

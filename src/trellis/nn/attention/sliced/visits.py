@@ -1,7 +1,7 @@
-"""Visits: a device's queries meet keys, in tiles of which the program is the same on every device.
+"""Visits: a device's queries meet keys, in tiles whose program is the same on every device.
 
-Which rows of the queries and which of the keys meet may differ between devices: a start is a number, or one that is
-computed from the device's index. So the work is even without a branch.
+Which rows of the queries and which of the keys meet may differ between devices: a start is a number, or is computed
+from the device's index. So the work is even without a branch.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Visit(NamedTuple):
 
 
 class Met(NamedTuple):
-    """What some rows of the queries found: their first, whether they did on this device, and the result."""
+    """What some rows of the queries found: the first row, whether they did on this device, and the result."""
 
     start: Start
     seen: bool | jax.Array
@@ -102,7 +102,7 @@ def nothing_met(q: jax.Array, v: jax.Array) -> list[Met]:
 def over_all(met: Sequence[Met], size: int, axis: int, dtype=jnp.float32) -> Part:
     """The result of `size` queries over all keys that they met, each row in one pass over what it found.
 
-    Rows are cut where a part begins or ends. One whose start is computed has the rows of one of these pieces.
+    Rows are cut where a part begins or ends. A part whose start is computed has the rows of one of these pieces.
     """
     fixed = [(each.start, each.start + each.size) for each in met if isinstance(each.start, int)]
     edges = sorted({0, size}.union(*fixed))
@@ -112,7 +112,7 @@ def over_all(met: Sequence[Met], size: int, axis: int, dtype=jnp.float32) -> Par
 
 
 def _of_rows(met: Sequence[Met], first: int, last: int, axis: int) -> Part:
-    """The result of some rows; over no keys, where they met none."""
+    """The result of some rows; over no keys, if they met none."""
     parts = [part for each in met if (part := _part_of(each, first, last, axis)) is not None]
     if parts:
         return put_together(parts, axis)
@@ -121,7 +121,7 @@ def _of_rows(met: Sequence[Met], first: int, last: int, axis: int) -> Part:
 
 
 def _part_of(met: Met, first: int, last: int, axis: int) -> Part | None:
-    """What of a result is that of these rows, on this device or another."""
+    """The part of a result that is for these rows, on this device or another."""
     start, seen, (out, log_sum) = met
     if not isinstance(start, int):
         hidden = lax.broadcast(jnp.float32(NOTHING), log_sum.shape)
@@ -135,7 +135,7 @@ def _part_of(met: Met, first: int, last: int, axis: int) -> Part | None:
 
 
 def visit_back(kernels: Kernels, tile: Tile, entries: Sequence[Entry], queries: Queries, keys: Keys, d_q, d_keys):
-    """The gradients so far, and of this visit: `d_q` of the queries, `d_keys` a pair for keys and values."""
+    """The gradients so far plus those of this visit: `d_q` of the queries, `d_keys` a pair for keys and values."""
     q, k, v, ids = _picked(kernels, tile, entries, queries, keys)
     rows = [
         _joined([_cut(x, e.query, tile.queries, dim) for e in entries])
@@ -153,7 +153,7 @@ def visit_back(kernels: Kernels, tile: Tile, entries: Sequence[Entry], queries: 
 
 
 def visit_back_further(further: "FurtherTiles", tile: Tile, entries, queries: Queries, keys: Keys, d_q, d_keys):
-    """The gradients so far, and of this visit, in place; queries are scaled, and `d_q` is of these."""
+    """The gradients so far plus those of this visit, in place; queries are scaled, and `d_q` is of these."""
     for entry in entries:
         d_q, d_keys = further.backward(tile, entry, queries, keys, d_q, d_keys)
     return d_q, d_keys

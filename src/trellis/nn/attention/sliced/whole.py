@@ -11,7 +11,7 @@ from trellis.nn.attention.sliced.visits import said
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Whole:
-    """How a device's queries meet keys where positions are whole; methods as those of `Sliced`.
+    """How a device's queries meet keys if positions are whole; its methods are those of `Sliced`.
 
     Attributes:
         kernels: what computes the tile.
