@@ -20,7 +20,7 @@ class Buffer:
         name: what it is called: the path of an argument, a name given by `save`, or the operation that made it.
         what: its type in the notation.
         num_bytes: on one device.
-        source: `file.py:line (function)`, where that is known.
+        source: `file.py:line (function)`, if that is known.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Buffer:
 
 
 def given_name(value: Value) -> str:
-    """The name that `save` (`checkpoint_name`) gave to a value, under which it may be a view of it; or nothing."""
+    """The name that `save` (`checkpoint_name`) gave to a value, or to what it is a view of; or nothing."""
     seen = value
     while seen is not None:
         for reader in seen.readers:
@@ -45,7 +45,7 @@ def given_name(value: Value) -> str:
 
 
 def describe(value: Value, reader: Operation, program: Program) -> tuple[str, str, str]:
-    """Name, type in the notation, and line of a value: what a loop stacks goes by what makes its slices.
+    """Name, type in the notation, and line of a value; what a loop stacks goes by what makes its slices.
 
     Args:
         value: the value.
@@ -69,6 +69,6 @@ def describe(value: Value, reader: Operation, program: Program) -> tuple[str, st
 
 
 def _dims(scope: str, shape: tuple[int, ...]) -> tuple[str, ...] | None:
-    """Names for the dimensions where the scope has them; a loop stacks a dimension without a name before them."""
+    """Names for the dimensions, if the scope has them; a loop stacks a dimension without a name before them."""
     stacked = names_of(scope, len(shape) - 1)
     return names_of(scope, len(shape)) or ((str(shape[0]), *stacked) if stacked else None)

@@ -25,14 +25,14 @@ class Collective:
     Attributes:
         name: of its instruction.
         kind: one of the ledger's.
-        groups: the devices that take part together; of a permute who sends to whom.
-        arrays: what a device gives into it; several where the compiler has combined several into one, also as one
-            long array.
+        groups: the devices that take part together; for a permute, who sends to whom.
+        arrays: what a device gives into it; several if the compiler has combined several into one, even as one long
+            array.
         times: how often it runs.
         origin: the instruction that says where it is from: its own, or that of the fusion it is in.
         asynchronous: whether it runs beside other work, as far as the text says.
-        reduction: what it takes of what devices hold, where it reduces: "sum", "maximum" or "minimum".
-        sent: the share of its arrays that is sent, of an exchange of as many rows as there are.
+        reduction: what it takes of what devices hold, if it reduces: "sum", "maximum" or "minimum".
+        sent: the share of its arrays that is sent, for an exchange of as many rows as there are.
     """
 
     name: str
@@ -73,7 +73,7 @@ def collectives_in(program: Program, num_devices: int, load: float | None = None
         arrays = [a for name in instruction.operands if (i := program.by_name.get(name)) for a in i.results]
         if instruction.op.startswith("collective-permute"):
             if not _combined(instruction, len(arrays)):
-                arrays = arrays[:1]  # the in-place form has buffers and indices behind it
+                arrays = arrays[:1]  # the in-place form has buffers and indices after it
             groups = source_target_pairs(instruction.attribute("source_target_pairs") or "")
         else:
             if instruction.op.startswith("ragged"):
@@ -103,7 +103,7 @@ def _combined(permute: Instruction, arrays: int) -> bool:
 
 
 def _laid_end_to_end(program: Program, operand: str) -> list[Array]:
-    """The arrays that CUDA's compiler has laid end to end to sum them as one; none where the user has."""
+    """The arrays that CUDA's compiler has laid end to end to sum them as one; none if the user has."""
     made = program.by_name.get(operand)
     if made is not None and made.op == "fusion":
         (inside,) = made.called().get("calls", [""])

@@ -1,7 +1,7 @@
 """What a compiled program really does: its collectives, its products, its memory, its schedule.
 
-Reads `compiled.as_text()` of CPU, GPU and TPU programs; the collectives come as the ledger's own rows, so that the
-two can be held against each other.
+Reads `compiled.as_text()` of CPU, GPU and TPU programs. The collectives come as the ledger's own rows, so that the
+two can be compared.
 """
 
 import collections
@@ -24,7 +24,7 @@ from trellis.inspect.rows import Ledger, Row, wire_bytes
 from trellis.program.pairs import axes_met, axes_of_pairs
 from trellis.program.scopes import names_of
 
-# XLA's name of an element type, where the notation has another.
+# XLA's names of element types that the notation names differently.
 _DTYPES = {"pred": "bool", "s4": "i4", "s8": "i8", "s16": "i16", "s32": "i32", "s64": "i64"}
 
 
@@ -42,13 +42,13 @@ def _parsed(text: str) -> Program:
 
 
 def _what(shape: tuple[int, ...], op_name: str | None) -> str:
-    """An operand's sizes on one device, with names where the program's metadata kept them."""
+    """An operand's sizes on one device, with names if the program's metadata kept them."""
     names = names_of(op_name or "", len(shape))
     return " ".join(f"{name}={size}" for name, size in zip(names, shape)) if names else " ".join(map(str, shape))
 
 
 def direction_of(op_name: str | None) -> str:
-    """The pass that an instruction belongs to, as the ledger calls it, by JAX's name of what it is from."""
+    """The pass that an instruction belongs to, as the ledger calls it, by JAX's name for its origin."""
     if not op_name:
         return ""
     if "rematted_computation" in op_name:
@@ -103,13 +103,13 @@ def collective_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A ledger held against a compiled program.
+    """A ledger compared with a compiled program.
 
     Attributes:
         axes: for each mesh axis, bytes one device sends by the ledger and by the program (`Ledger.per_axis`).
         kinds: the same for each (axis, kind).
-        rounded: by how many bytes both may differ for each axis, since each row is whole bytes: two thirds of one sum
-            and of two halves of it.
+        rounded: by how many bytes both may differ for each axis, since each row is whole bytes, as are two thirds of
+            one sum and of its two halves.
     """
 
     axes: Mapping[str, tuple[int, int]]
@@ -186,7 +186,7 @@ def products(compiled) -> list[Product]:
 
 
 def product_of(program: Program, instruction: Instruction) -> Product | None:
-    """The matrix product that an instruction is, run once; None of others."""
+    """The matrix product that an instruction is, run once; None for others."""
     contracted = _contracted(instruction)
     if instruction.op not in ("dot", "convolution") and contracted is None:
         return None
@@ -204,7 +204,7 @@ def product_of(program: Program, instruction: Instruction) -> Product | None:
 
 
 def _contracted(instruction: Instruction) -> list[int] | None:
-    """The left operand's contracted dimensions, of a dot or of a GEMM custom call."""
+    """The left operand's contracted dimensions, for a dot or a GEMM custom call."""
     if instruction.op == "dot":
         return [int(n) for n in re.findall(r"\d+", instruction.attribute("lhs_contracting_dims") or "")]
     if instruction.op == "custom-call" and re.search(r"gemm|matmul", instruction.quoted("custom_call_target") or ""):
@@ -245,7 +245,7 @@ def flops(compiled) -> int:
     return sum(product.flops * product.times for product in products(compiled))
 
 
-# Cycles of what libtpu has no estimate of: near 2^63 for a kernel on some chips.
+# Cycles of this size and more are no estimate: libtpu says near 2^63 for a kernel on some chips.
 _NO_ESTIMATE = 2**48
 
 
@@ -271,13 +271,13 @@ def cycles_by_line(compiled, *, load: float | None = None) -> dict[str, int]:
 
 
 def cycles_of(instruction: Instruction) -> int:
-    """The TPU compiler's estimate of one run of an instruction; 0 where it has none."""
+    """The TPU compiler's estimate of one run of an instruction; 0 if it has none."""
     cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     return int(cycles[1]) if cycles and int(cycles[1]) < _NO_ESTIMATE else 0
 
 
 def gathered_bytes(compiled, *, load: float | None = None) -> dict[str, int]:
-    """Bytes that gathers and scatters of rows read and write, by line, where a TPU's schedule has no estimate of them.
+    """Bytes that gathers and scatters of rows read and write, by line, if a TPU's schedule has no estimate of them.
 
     Args:
         compiled: a program, or its text.
@@ -291,7 +291,7 @@ def gathered_bytes(compiled, *, load: float | None = None) -> dict[str, int]:
 
 
 def gathered_by(instruction: Instruction) -> int:
-    """Bytes that one run of a gather or scatter of rows reads and writes, where it has no estimate; 0 of others."""
+    """Bytes that one run of a gather or scatter of rows reads and writes, if it has no estimate; 0 for others."""
     what = (instruction.quoted("op_name") or "").rpartition("/")[2]
     if not what.startswith(("gather", "scatter")) or '"estimated_cycles"' in instruction.attributes:
         return 0
@@ -308,7 +308,7 @@ class CompiledMemory:
         aliased: results that reuse an input's memory (donated).
         temporaries: everything made on the way.
         code: the program itself.
-        host: all of these on the host, where the program offloads.
+        host: all of these on the host, if the program offloads.
     """
 
     arguments: int

@@ -1,15 +1,15 @@
 """Along which mesh axes the values of a compiled program may differ, and whether its copies stay copies.
 
-A program is read once, for all devices: arguments differ along the axes that their shardings slice them over, the
-number of a device along all of them; a sum or a gather is the same along the axes that it is over, and anything else
+A program is read once, for all devices. Arguments differ along the axes that their shardings slice them over, and the
+number of a device along all axes. A sum or a gather is the same along the axes that it is over, and anything else
 differs where one of its operands may. Small integers are computed for every device, so that an offset from a table
-differs along the axis that the table is for, and not along others. Arrays that are laid end to end, as those that one
-sum does for, are told apart again. Of others in one array, as those that one product does for, it is not known which is
-taken out again: it counts as the same where one of them is, so that nothing is held to be wrong that is not.
+differs along the axis that the table is for, and not along others. Arrays that are laid end to end, such as for one
+sum, are told apart again. For others in one array, such as for one product, it is not known which is taken out again:
+it counts as the same where one of them is, so that nothing right is taken for wrong.
 
-A number that is summed over some of the axes along which it differs is part of a sum still: it may be added to others,
-scaled, and summed over the rest, and nothing else. But where the ledger has a sum of a number over just these axes, of
-which nothing is pending, it is whole: what each stage of a pipeline counts of its own part of a batch.
+A number that is summed over some of the axes along which it differs is still part of a sum: it may be added to others,
+scaled, and summed over the rest, and nothing else. But if the ledger has a sum of a number over just these axes, and
+nothing of it is pending, it is whole: what each stage of a pipeline counts of its own part of a batch.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ class Known:
 
     Attributes:
         axes: the mesh axes along which it may differ.
-        numbers: what each device holds, `device dim ...`, of small integers that are known.
-        pieces: of arrays that are laid end to end their lengths, and the axes along which each may differ.
-        owed: of a number that is part of a sum the axes over which it is still to be summed, each with the name of the
-            sum before.
+        numbers: what each device holds, `device dim ...`, for small integers that are known.
+        pieces: for arrays that are laid end to end, their lengths and the axes along which each may differ.
+        owed: for a number that is part of a sum, the axes over which it is still to be summed, each with the name of
+            the sum before.
     """
 
     axes: frozenset[str]
@@ -47,7 +47,7 @@ class Known:
     owed: Owed = frozenset()
 
     def map(self, change: Callable[[frozenset[str]], frozenset[str]]) -> "Known":
-        """It with other axes, piece by piece."""
+        """The same with other axes, piece by piece."""
         return Known(change(self.axes), None, tuple((length, change(axes)) for length, axes in self.pieces))
 
 
@@ -77,7 +77,7 @@ def copies_apart(program: Program, mesh: Mapping[str, int], whole: Collection[fr
     """Values that may differ between devices that should hold copies.
 
     These are results (numbers, and what replaces an argument), and numbers that are used before they are summed over
-    all of the devices on which they differ.
+    all the devices on which they differ.
 
     Args:
         program: a compiled one.
@@ -124,7 +124,7 @@ class Reading:
         whole: as in `copies_apart`.
 
     Attributes:
-        unfinished: by their names, sums of numbers that were used although they are owed sums over these axes.
+        unfinished: by name, sums of numbers that were used although they are still owed sums over these axes.
     """
 
     def __init__(self, program: Program, mesh: Mapping[str, int], whole: Collection[frozenset[str]] = ()):
@@ -136,7 +136,7 @@ class Reading:
         self.unfinished: dict[str, set[str]] = {}
 
     def argument(self, parameter: Instruction) -> Known | None:
-        """An argument, by its sharding; None where that is not known."""
+        """An argument, by its sharding; None if that is not known."""
         groups = _alike(parameter.attribute("sharding") or "", self.devices)
         if groups is None:
             return None
@@ -193,7 +193,7 @@ class Reading:
         if operands and isinstance(operands[0], tuple) and instruction.op in ("copy", "opt-barrier"):
             return operands[0]
         if instruction.op == "custom-call" and "AsyncCollectiveStart" in instruction.attributes:
-            # It hands on what the collective was given, which fusions behind it gather once more.
+            # It passes on what the collective was given, which fusions after it gather once more.
             behind = self.program.by_name[instruction.operands[0]].operands
             operands = [*operands, *(values[name] for name in behind)]
         elif instruction.op == "custom-call" and "AsyncCollectiveDone" in instruction.attributes:
@@ -211,7 +211,7 @@ class Reading:
         return Known(axes, owed=self._owed(instruction.op, [v for v in operands if isinstance(v, Known)]))
 
     def _owed(self, op: str, operands: list[Known]) -> Owed:
-        """What a value that is made of others is owed; where it is not linear in what is owed, that is noted."""
+        """What a value that is made of others is owed; if it is not linear in what is owed, that is noted."""
         owed = Owed().union(*(value.owed for value in operands))
         if not owed or op in _LINEAR:
             return owed
@@ -254,7 +254,7 @@ class Reading:
         return _each(operands, lambda axes: axes | met)
 
     def _brought(self, sources: np.ndarray, axes: frozenset[str]) -> frozenset[str]:
-        """The axes along which devices differ in what they got from a permute of what differs along others.
+        """The axes along which devices differ in what they get from a permute, if what is sent differs along others.
 
         Args:
             sources: for each device the one whose value it gets; -1 for none, which makes zeros.
@@ -267,7 +267,7 @@ class Reading:
         return self._of(np.where(sources < 0, -1, value[sources])).axes
 
     def _summed(self, instruction: Instruction, found: Value) -> Value:
-        """The numbers among what was summed are owed sums over the axes along which they differ still.
+        """The numbers among what was summed are owed sums over the axes along which they still differ.
 
         An array of one element is no number: it may be each device's own slice, of one row.
         """
@@ -289,7 +289,7 @@ class Reading:
             state = new
 
 
-# What is linear in its operands.
+# Operations that are linear in their operands.
 _LINEAR = ("add", "bitcast", "broadcast", "concatenate", "convert", "copy", "dynamic-slice", "dynamic-update-slice",
            "negate", "opt-barrier", "pad", "reduce", "reduce-precision", "reshape", "slice", "subtract",
            "transpose")  # fmt: skip
@@ -307,7 +307,7 @@ def _part(value: Value, index: int) -> Value:
 
 
 def _each(operands: list[Value], change: Callable[[frozenset[str]], frozenset[str]]) -> Value:
-    """Of one operand the result, of several a tuple of results."""
+    """For one operand, the result; for several, a tuple of results."""
     found = [value.map(change) if isinstance(value, Known) else Known(change(_axes(value))) for value in operands]
     return tuple(found) if len(found) > 1 else found[0]
 
@@ -316,7 +316,7 @@ Pieces = tuple[tuple[int, frozenset[str]], ...]
 
 
 def _pieces(instruction: Instruction, operands: list[Value], made: list[Instruction]) -> Pieces:
-    """The pieces of a long array: laid end to end here, handed on, or cut out of it."""
+    """The pieces of a long array: laid end to end here, passed on, or cut out of it."""
     if instruction.op == "concatenate" and len(made[0].results[0].shape) == 1:
         own = [(value.pieces or ((m.results[0].shape[0], value.axes),)) for value, m in zip(operands, made)]
         return tuple(piece for several in own for piece in several)
@@ -329,7 +329,7 @@ def _pieces(instruction: Instruction, operands: list[Value], made: list[Instruct
 
 
 def _cut(pieces: Pieces, begin: int, end: int) -> Pieces:
-    """Those between two places.
+    """The pieces between two places.
 
     >>> _cut(((4, frozenset()), (6, frozenset({"data"}))), 2, 5)
     ((2, frozenset()), (1, frozenset({'data'})))
@@ -350,7 +350,7 @@ def _more(value: Value, axes: frozenset[str]) -> Value:
 
 
 def _joined(values: Sequence[Value]) -> Value:
-    """One of the values."""
+    """What is known of a value that is one of these."""
     if all(isinstance(value, tuple) and len(value) == len(values[0]) for value in values):
         return tuple(_joined(parts) for parts in zip(*values))
     if any(isinstance(value, tuple) for value in values):
@@ -371,7 +371,7 @@ def _same(a: Value, b: Value) -> bool:
 
 
 def _alike(sharding: str, devices: int) -> list[tuple[int, ...]] | None:
-    """Devices that hold the same part of an argument, by its sharding as XLA writes it; None where it is another form.
+    """Devices that hold the same part of an argument, by its sharding as XLA writes it; None for another form.
 
     >>> _alike("{devices=[2,1,2]<=[4] last_tile_dim_replicate}", 4)
     [(0, 1), (2, 3)]

@@ -13,11 +13,11 @@ _ARITHMETIC = {
     "custom-call",
 }  # fmt: skip
 _COMPUTED = "computed"  # a value that the text does not say
-_DEEPEST = 12  # so far back a value is followed
+_DEEPEST = 12  # how far back a value is followed
 
 
 def counted(program: "Program", loop: "Instruction") -> tuple[bool, int | None]:
-    """Whether a loop was seen to count, and how often it runs then: None where it starts or steps by what is computed.
+    """Whether a loop was seen to count, and how often it then runs: None if it starts or steps by what is computed.
 
     >>> from trellis.inspect.hlo import parse_program
     >>> program = parse_program('''

@@ -1,7 +1,7 @@
 """Which values of a program take memory: what compilers fuse, make in place, or make again where it is read.
 
-Each rule was seen in the memory layouts of compiled train steps (libtpu 0.0.42; docs/plan.md has the errors that are
-left), and says why a compiler does so.
+Each rule was seen in the memory layouts of compiled train steps (libtpu 0.0.42; docs/plan.md has the errors that
+remain), and says why a compiler does so.
 """
 
 from trellis.program import Body, Operation, Value
@@ -9,10 +9,10 @@ from trellis.program.flow import VIEWS
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import KERNELS
 
-# The lanes of a TPU's registers: a kernel's operands and results have whole ones.
+# The lanes of a TPU's registers: a kernel's operands and results fill whole ones.
 LANES = 128
 
-# What reads its operands from memory and writes its results there. Everything else is fused with what reads it.
+# Operations that read operands from memory and write results there. Everything else is fused with what reads it.
 _OPAQUE = KERNELS | set(COLLECTIVES) | set(
     "dot_general ragged_dot ragged_dot_general conv_general_dilated scan while cond sort gather scatter scatter-add "
     "dynamic_update_slice reshard concatenate cumsum top_k optimization_barrier random_bits threefry2x32".split()
@@ -25,7 +25,7 @@ _VIEWS = VIEWS - {"transpose", "slice", "reduce_precision", "optimization_barrie
 
 
 def writes(operation: Operation) -> bool:
-    """Whether an operation's results are written to memory; those of others exist when something that writes reads
+    """Whether an operation's results are written to memory. Those of others exist once something that writes reads
     them, and until then keep alive what they are made of."""
     return operation.name in _OPAQUE or reduces(operation) or operation.crosses
 
@@ -59,8 +59,8 @@ def is_view(operation: Operation) -> bool:
 
 
 def in_place(operation: Operation, position: int) -> Value | None:
-    """The operand whose memory a result has: of updates, which write into their target; of fences; of a reshard that
-    moves nothing."""
+    """The operand whose memory a result has: for updates, which write into their target, for fences, and for a reshard
+    that moves nothing."""
     own = operation.operands[position if operation.name == "optimization_barrier" else 0]
     updates = operation.name in ("dynamic_update_slice", "optimization_barrier", "scatter-add")
     return own if own.literal is None and (updates or moves_nothing(operation)) else None
@@ -75,8 +75,8 @@ def moves_nothing(operation: Operation) -> bool:
 
 
 def stored_bytes(operation: Operation, value: Value) -> int:
-    """Bytes of a device's memory that an operand or result takes: none in the host's. A Pallas kernel's last dimension
-    fills whole lanes, so that heads of 64 take twice their size."""
+    """Bytes of a device's memory that an operand or result takes: 0 if it is in the host's. A Pallas kernel's last
+    dimension fills whole lanes, so that heads of 64 take twice their size."""
     if operation.name != "pallas_call":
         return value.device_bytes
     last = value.local_shape[-1] if value.local_shape else LANES
@@ -84,12 +84,12 @@ def stored_bytes(operation: Operation, value: Value) -> int:
 
 
 def fused_results(body: Body) -> set[Operation]:
-    """Operations that write, as a rule, and here do not: their results are made by what reads them."""
+    """Operations that usually write but here do not: their results are made by what reads them."""
     return {o for o in body.operations if _partitioned_lookup(o) or _has_epilogue(o, body)}
 
 
 def _partitioned_lookup(operation: Operation) -> bool:
-    """A lookup by indices that are sharded, which the types say whole and the compiler partitions.
+    """A lookup by sharded indices, which is whole by its types and which the compiler partitions.
 
     `table.at[ids].get(out_sharding=...)` is traced as a lookup of everything and a slice of it, its gradient as a
     gather of all updates and a scatter of them; the compiler does the slice first, and does not gather the updates.
@@ -105,7 +105,7 @@ def _partitioned_lookup(operation: Operation) -> bool:
 
 
 def _has_epilogue(operation: Operation, body: Body) -> bool:
-    """A product whose result one elementwise operation reads: the compiler makes both in one."""
+    """A product whose result one elementwise operation reads: the compiler makes both as one."""
     if operation.name != "dot_general" or operation.results[0] in body.results:
         return False
     readers = _readers(operation)
@@ -113,7 +113,7 @@ def _has_epilogue(operation: Operation, body: Body) -> bool:
 
 
 def _readers(operation: Operation) -> list[Operation]:
-    """Who reads the only result; nobody known where that leaves the call that it is made in."""
+    """The operations that read the only result; none if it leaves the call that it is made in."""
     if len(operation.results) != 1:
         return []
     readers = operation.results[0].readers

@@ -27,7 +27,7 @@ path{fill:none;stroke:#62686e;stroke-opacity:.4}
 
 @dataclass(slots=True)
 class _Node:
-    """An instruction's box: what it says, what feeds it, and, of a loop, the boxes inside."""
+    """An instruction's box: what it says, what feeds it, and, for a loop, the boxes inside."""
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""Groups of devices, as a compiled collective lists them, held against the axes of a mesh."""
+"""Matches groups of devices, as a compiled collective lists them, with the axes of a mesh."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,10 +9,10 @@ from trellis.program.pairs import places_in
 
 
 def axes_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int], *, ordered: bool = False) -> tuple[str, ...]:
-    """The mesh axes whose devices the groups are, exactly: each group all devices along them, each device in one group.
+    """The mesh axes whose devices the groups are, exactly: each group has all devices along them, each is in one group.
 
-    An axis may be cut into parts of one size, as by a gather of halves of an array: groups are then smaller than the
-    axes are long.
+    An axis may be cut into parts of one size, as by a gather of halves of an array. Groups are then smaller than the
+    axes.
 
     Args:
         groups: positions in the mesh's devices.
@@ -61,7 +61,7 @@ def cut(mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def uncut(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh that axes of a cut one are parts of, in the mesh's order."""
+    """The axes of a mesh of which axes of a cut one are parts, in the mesh's order."""
     found = {axis.partition("/")[0] for axis in axes}
     return tuple(axis for axis in mesh if axis in found)
 

@@ -97,7 +97,7 @@ class Instruction:
         return _balanced(self.attributes, found.end()) if found else None
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Its replica groups, or nothing where it has none."""
+        """Its replica groups, or nothing if it has none."""
         found = re.search(r"replica_groups=(mesh\[[^{]*\{[^}]*\}|\[[\d,]*\]<=[^\s]*|\{)", self.attributes)
         if not found:
             return []
@@ -173,8 +173,8 @@ class Program:
     Attributes:
         computations: instructions by computation.
         entry: the computation that runs.
-        frames: `stack_frame_id` to (file, line, function, parent's id), where the text has such a table.
-        aliases: of results the arguments whose memory they take over.
+        frames: `stack_frame_id` to (file, line, function, parent's id), if the text has such a table.
+        aliases: for results, the arguments whose memory they take over.
     """
 
     computations: dict[str, list[Instruction]]
@@ -189,7 +189,7 @@ class Program:
 
     @functools.cached_property
     def callers(self) -> dict[str, Instruction]:
-        """The instruction that calls each computation; the first where there are several."""
+        """The instruction that calls each computation; the first if there are several."""
         found: dict[str, Instruction] = {}
         for instruction in self.by_name.values():
             for name in itertools.chain.from_iterable(instruction.called().values()):
@@ -202,13 +202,13 @@ class Program:
         return {i.name: name for name, instructions in self.computations.items() for i in instructions}
 
     def root(self, computation: str) -> Instruction | None:
-        """The instruction whose result is that of a computation; None where there is no such computation."""
+        """The instruction whose result is that of a computation; None if there is no such computation."""
         return next((i for i in self.computations.get(computation, ()) if i.root), None)
 
     def scopes(self, instruction: Instruction) -> str:
-        """The scopes around an instruction: its `op_name`, behind those of the calls that lead to it.
+        """The scopes around an instruction: its `op_name`, after those of the calls that lead to it.
 
-        A compiler writes calls out, and gives each instruction the whole path. Before, each has its own part of it.
+        A compiler inlines calls, and gives each instruction the whole path. Before that, each has its own part of it.
         """
         found: list[str] = []
         caller: Instruction | None = instruction
@@ -218,14 +218,14 @@ class Program:
         return "/".join(reversed(found))
 
     def combined_by(self, reduction: Instruction) -> str:
-        """The operation that a reduction combines two elements with, as `add`; empty where it is not one operation."""
+        """The operation with which a reduction combines two elements, as `add`; empty if it is not one operation."""
         combine = self.computations.get(reduction.called().get("to_apply", [""])[0], ())
         made = [i.op for i in combine if i.op not in ("parameter", "convert", "bitcast", "copy")]
         return made[0] if len(made) == 1 else ""
 
     def trip_count(self, loop: Instruction, load: float | None = None) -> int | None:
-        """How often a `while` runs: from `known_trip_count`, from how it counts (`counting.py`), or from a condition
-        that compares with a constant where that cannot be read.
+        """How often a `while` runs: from `known_trip_count`, from how it counts (`counting.py`), or, if that cannot be
+        read, from a condition that compares with a constant.
 
         Args:
             loop: the instruction.
@@ -251,10 +251,10 @@ class Program:
     def walk(self, *, fusions: bool = True, load: float | None = None) -> Iterator[tuple[Instruction, int, str]]:
         """Every instruction with how often it runs and the computation it stands in.
 
-        Loop bodies are multiplied out (a loop whose count is not known counts once); of a conditional's branches each
+        Loop bodies are multiplied out (a loop whose count is not known counts once). Each of a conditional's branches
         counts as often as its scope says that the costly one runs (`trellis.program.scopes.sometimes`), or every time.
-        Computations that only say how to combine two elements (`to_apply` of a reduction) are not entered, nor those of
-        fusions where `fusions` is false.
+        Computations that only say how to combine two elements (`to_apply` of a reduction) are not entered, nor are
+        those of fusions if `fusions` is false.
 
         Args:
             fusions: whether to enter fusions.
@@ -285,7 +285,7 @@ class Program:
         return [(name, runs) for key, names in instruction.called().items() if key not in combines for name in names]
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """The instructions of the computations that an instruction calls, and of those that these call, each once."""
+        """The instructions of the computations that an instruction calls, and of those that these call."""
         for names in instruction.called().values():
             for name in names:
                 for inner in self.computations.get(name, ()):
@@ -326,8 +326,8 @@ def parse_program(text: str) -> Program:
     for line in text.splitlines():
         if current is not None and _INSTRUCTION.match(line):
             lines[current].append(line)
-        # A Pallas kernel's attributes go over several lines, some of which start with a brace too; a computation for a
-        # TPU's SparseCore says so behind its brace.
+        # A Pallas kernel's attributes span several lines, some of which start with a brace, too; a computation for a
+        # TPU's SparseCore says so after its brace.
         elif line.rstrip() == "}" or line.startswith("}, execution_thread="):
             current = None
         elif current is not None and lines[current]:
@@ -364,7 +364,7 @@ def _with_elements(instructions: list[Instruction]) -> list[Instruction]:
 
 
 def tuple_parts(text: str) -> list[str]:
-    """The types in a tuple's type, as text; none of a type that is no tuple.
+    """The types in a tuple's type, as text; none for a type that is no tuple.
 
     >>> tuple_parts("((f32[2]{0}, u32[]), bf16[4,2]{1,0})")
     ['(f32[2]{0}, u32[])', 'bf16[4,2]{1,0}']
@@ -416,7 +416,7 @@ def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
         parent = re.search(r"parent_frame_id=(\d+)", value)
         if found and int(found[1]) in locations:
             frames[key] = (*locations[int(found[1])], int(parent[1]) if parent else 0)
-    if frames.get(1, (0, 0, 0, 0))[3] == 1:  # the first frame has no parent: this XLA numbers parents from one more
+    if frames.get(1, (0, 0, 0, 0))[3] == 1:  # the first frame has no parent: this XLA's parent numbers are one higher
         frames = {key: (*frame[:3], frame[3] - 1) for key, frame in frames.items()}
     return frames
 

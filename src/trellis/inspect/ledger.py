@@ -90,7 +90,7 @@ class _Rows:
             yield from self.moved(operation)
 
     def moved(self, operation: Operation) -> Iterator[Row]:
-        """What an operation moves that has no other ones inside. Equal values move once; by hand, each as written."""
+        """What an operation with no others inside moves. Equal values move once; by hand, each as written."""
         twin, by_hand = self.states.again(operation), operation.name in COLLECTIVES
         if self.of_zeros(operation) or (twin and not by_hand):
             return
@@ -141,7 +141,7 @@ def _words(implied: Implied, operation: Operation) -> str:
     """A transition in the notation, with the names that the operation's scope has."""
     shape, scope = implied.aval.shape, operation.scope
     names = names_of(scope, len(shape)) or names_behind(scope, implied.before.axes) or ()
-    names = (*map(str, shape[: len(shape) - len(names)]), *names)  # what was mapped over stands in front, by its size
+    names = (*map(str, shape[: len(shape) - len(names)]), *names)  # what was mapped over comes first, by its size
     before, after = implied.before, implied.after
     if len(before.axes) != len(names) or len(after.axes) != len(names):
         return " ".join(names)

@@ -1,4 +1,4 @@
-"""Rows of a ledger and the arrays that a compiled program moves, each matched with the others."""
+"""Matches the rows of a ledger with the arrays that a compiled program moves."""
 
 import dataclasses
 import itertools
@@ -21,12 +21,12 @@ class Part:
     """An array that a collective of a compiled program moves.
 
     Attributes:
-        collective: it.
-        axes: mesh axes whose devices its groups are, exactly; none where they are those of no axes.
+        collective: the collective.
+        axes: mesh axes whose devices its groups are, exactly; none if they are not those of any axes.
         elements: of the array, counted as a row's payload.
         dtype: of the array, as XLA writes it.
         source: `file.py:line (function)`.
-        cut: into how many parts of one size its groups cut the devices along these axes, as a rule one.
+        cut: into how many equal parts its groups cut the devices along these axes, usually one.
         partly: whether it is a permute of some of the devices along these axes.
     """
 
@@ -60,9 +60,9 @@ class Match:
     """A row of the ledger, and what does it.
 
     Attributes:
-        row: it.
+        row: the row.
         key: what it asks for.
-        ways: how many of its runs are done in which way: "" as the type asks.
+        ways: how many of its runs are done in which way: "" if as the type asks.
         missing: how many of its runs nothing was found for.
     """
 
@@ -72,7 +72,7 @@ class Match:
     missing: int
 
     def done(self, way: str, runs: int) -> None:
-        """So many runs are done in this way."""
+        """Counts so many runs as done in this way."""
         self.ways[way] += runs
         self.missing -= runs
 
@@ -100,7 +100,7 @@ def _key(row: Row, sizes: Mapping[str, int]) -> Key:
 
 
 def _kind(kind: str, reduction: str) -> str:
-    """What is looked for: a collective's kind; of a maximum or minimum over devices the reduction."""
+    """What is looked for: a collective's kind; for a maximum or minimum over devices, the reduction."""
     return kind if reduction == "sum" else reduction
 
 
@@ -152,8 +152,8 @@ def matched(
 ) -> tuple[list[Match], list[tuple[Part, int]]]:
     """Rows with what does them, and what no row has taken.
 
-    Which of two equal sums belongs to which row is not in a program: where rows are left over, another order of looking
-    is tried, and the one that leaves fewer is taken.
+    A program does not say which of two equal sums belongs to which row. If rows are left over, another order of the
+    search is tried, and the one that leaves the fewest is taken.
     """
     rows, parts = list(rows), list(parts)
     found = []
@@ -176,7 +176,7 @@ class Stock:
             self.items[part.key].append(_Item(part, part.elements * part.collective.times))
 
     def meet(self, rows: Iterable[Row], sizes: Mapping[str, int], stacked: Stacked = "last") -> list[Match]:
-        """Finds what does each row: what is asked for at its own line, then anywhere, then otherwise.
+        """Finds what does each row: as asked for at its own line, then as asked for anywhere, then in other ways.
 
         All rows are looked for in one way before any is in the next, which is less likely.
 
@@ -216,12 +216,12 @@ class Stock:
         return matches
 
     def take_as_asked(self, matches: list[Match], chosen: Choice = _any) -> None:
-        """What is asked for, of the items that are chosen."""
+        """Takes what is asked for, from the items that are chosen."""
         for match in matches:
             self.take(match, "", ((match.key, 1),), chosen)
 
     def take(self, match: Match, way: str, recipe: Recipe, chosen: Choice = _any) -> None:
-        """Takes collectives for as many runs of a row as there are, of those that are chosen."""
+        """Takes collectives for as many runs of a row as there are, from those that are chosen."""
         items = [[item for item in self.items.get(key, ()) if chosen(match.row, item)] for key, _ in recipe]
         runs = min(sum(item.runs for item in of) // count for of, (_, count) in zip(items, recipe))
         runs = min(runs, match.missing)
@@ -236,9 +236,9 @@ class Stock:
         match.done(way, runs)
 
     def take_equal(self, matches: list[Match]) -> None:
-        """Copies that an equal one has moved: a weight that another pass has gathered, positions that all layers read.
+        """Takes copies that an equal one has moved: a weight gathered in another pass, positions that all layers read.
 
-        In one pass each weight is another one, and needs a gather of its own, in each turn of a loop that changes it.
+        In one pass, each weight is a different one and needs its own gather, in each turn of a loop that changes it.
         """
         needed: dict[tuple[Key, str], dict[str | int, int]] = defaultdict(dict)
         for number, match in enumerate(matches):
@@ -257,7 +257,7 @@ class Stock:
                 match.done("an equal one", match.missing - min(short * match.row.same, match.missing))
 
     def take_pairs(self, matches: list[Match]) -> None:
-        """A gather or a scatter over some mesh axes and the next row's over others, done as one over all of them."""
+        """Takes a gather or scatter over some mesh axes and the next row's over others, done as one over them all."""
         for first, second in itertools.pairwise(matches):
             (kind, axes, some, whole, _), (other, more, all_, *_) = first.key, second.key
             same = (kind, first.row.what, first.row.source) == (other, second.row.what, second.row.source)
@@ -270,7 +270,7 @@ class Stock:
                 first.done("one over the mesh axes of two", before - second.missing)
 
     def take_ordered(self, matches: list[Match]) -> None:
-        """Permutes of what was scattered, where the scatter gave each device the slice that it is to have."""
+        """Takes permutes of what was scattered, if the scatter gave each device the slice that it is to have."""
         for before, match in itertools.pairwise(matches):
             same = before.row.what == match.row.what and before.row.source == match.row.source
             scattered = (before.key.kind, match.key.kind) == ("reduce-scatter", "permute")
@@ -279,7 +279,7 @@ class Stock:
                 match.done("a scatter in another order", runs)
 
     def take_stacked(self, matches: list[Match], *, exactly: bool) -> None:
-        """Sums of a loop's turns that are stacked and done at once after it, also where each device keeps a slice.
+        """Takes sums of a loop's turns that are stacked and done at once after it, even if each device keeps a slice.
 
         Args:
             matches: the rows.
@@ -301,7 +301,7 @@ class Stock:
                         match.done("one for all turns of a loop", times)
 
     def take_joined(self, matches: list[Match]) -> None:
-        """Arrays that are parts of a longer one, over the same devices.
+        """Takes arrays that are parts of a longer one, over the same devices.
 
         A sum may also be done after it is put in its place in a longer array, of which each device keeps a slice.
         """
@@ -320,7 +320,7 @@ class Stock:
                         match.done("a part of a longer array", taken)
 
     def take_padded(self, matches: list[Match]) -> None:
-        """Arrays that are padded by up to a quarter, so that each device's part begins where its tiles do."""
+        """Takes arrays that are padded by up to a quarter, so that each device's part begins where its tiles do."""
         for match in matches:
             for key in list(self.items):
                 padded = match.key.elements < key.elements <= match.key.elements * 5 / 4
@@ -328,7 +328,7 @@ class Stock:
                     self.take(match, "a padded array", ((key, 1),))
 
     def take_turns(self, matches: list[Match], chosen: Choice = _any) -> None:
-        """Sums that a loop does not do in each turn, but that are done once after its last one."""
+        """Takes sums that a loop does not do in each turn, but that are done once after its last one."""
         for match in matches:
             times = match.row.times
             if match.row.kind != "all-reduce" or match.missing < times:
@@ -342,9 +342,9 @@ class Stock:
                     match.done("one for all turns of a loop", times)
 
     def take_added(self, matches: list[Match]) -> None:
-        """Numbers that are reduced with others before they are reduced over devices, where one does for several.
+        """Takes numbers that are reduced with others before they are reduced over devices, one reduction for several.
 
-        That each is reduced over all devices on which it differs, `trellis.inspect.copies` says.
+        `trellis.inspect.copies` says whether each is reduced over all devices on which it differs.
         """
         for match in matches:
             kind, axes, elements, _, _ = match.key

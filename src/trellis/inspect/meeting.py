@@ -1,4 +1,4 @@
-"""Whether what a compiled program computes orders its collectives, or only what XLA adds to it."""
+"""Whether a compiled program's collectives are ordered by what it computes, or only by what XLA adds to it."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ _CONTROL = ("while", "conditional", "call")
 
 
 def keep_what_loads_right() -> bool:
-    """From here on JAX keeps no program on CPUs, and takes none that is kept, which `in_order` says would go wrong.
+    """From here on, JAX neither stores in its cache nor loads programs for CPUs that `in_order` says would go wrong.
 
-    Returns whether JAX lets itself be told.
+    Returns whether JAX can be told so.
     """
     return keep_programs_that(_loads_right)
 
 
 def _loads_right(executable: Any) -> bool:
-    """Whether a compiled program (JAX's `LoadedExecutable`) computes the same when it was loaded."""
+    """Whether a compiled program (JAX's `LoadedExecutable`) computes the same once it is loaded."""
     client = getattr(executable, "client", None)  # what is compiled for a machine that is not at hand has none
     if client is None or client.device_count() == 1 or not are_cpus(client.devices()):
         return True
@@ -29,11 +29,11 @@ def _loads_right(executable: Any) -> bool:
 def in_order(hlo: str, *, loaded: bool) -> bool:
     """Whether the collectives of a program for CPUs meet in one order on all devices.
 
-    XLA's CPU backend runs at once what does not wait for each other's values, and all collectives of a kind meet under
-    one key. They begin in the program's order by a resource that they share, but a loop, branch or call has begun when
-    it is called: what stands behind it and does not read what it makes may meet what is still to come inside
-    (docs/published-bugs.md, 21). In a program that was loaded from a cache, what stands inside does not even share the
-    resource (38).
+    XLA's CPU backend runs operations at once that do not wait for each other's values, and all collectives of a kind
+    meet under one key. A resource that they share makes them begin in the program's order. But a loop, branch or call
+    has begun when it is called: what comes after it and does not read what it makes may meet what is still to come
+    inside (docs/published-bugs.md, 21). In a program that was loaded from a cache, what is inside does not even share
+    the resource (38).
 
     Args:
         hlo: the compiled program's text.
@@ -63,11 +63,11 @@ class _Meetings:
         return instruction.op in KINDS or any(map(self.inside, _runs(instruction)))
 
     def ordered(self, computation: str, loaded: bool) -> bool:
-        """Whether the meetings of a computation wait for each other, as far as nothing else makes them: collectives
+        """Whether the meetings of a computation wait for each other, unless something else makes them: collectives
         that stand beside each other share their resource, loaded or not."""
         if not self.inside(computation):
             return True
-        after: dict[str, int] = {}  # of each value the meetings that it waits for, a bit for each
+        after: dict[str, int] = {}  # for each value, the meetings that it waits for, a bit for each
         last = 0  # what the collective before waits for, and itself
         before, bit = 0, 1  # the meetings that the next one has to wait for, and its own bit
         for instruction in self.program.computations[computation]:
@@ -103,7 +103,7 @@ class _Meetings:
         return read
 
     def source(self, value: str, element: int | None) -> str:
-        """What makes an element of a value: of one that a loop passes on as it is, what made it before."""
+        """What makes an element of a value; if a loop passes it on as it is, what made it before the loop."""
         while element is not None:
             made = self.program.by_name[value]
             if made.op == "tuple":
@@ -139,7 +139,7 @@ def _index(element: Instruction) -> int:
 
 
 def _used(computation: list[Instruction], number: int) -> set[int | None]:
-    """What a computation does not only pass on of a parameter: all of it (None), or elements of the tuple."""
+    """What a computation uses of a parameter, beyond passing it on: all of it (None), or elements of the tuple."""
     name = next((i.name for i in computation if i.op == "parameter" and int(i.literal) == number), "")
     elements = {i.name: _index(i) for i in computation if i.op == "get-tuple-element" and i.operands[0] == name}
     used: set[int | None] = set()

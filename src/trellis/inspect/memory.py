@@ -1,7 +1,7 @@
 """What one device holds, by kind and by name: before running, from types and from the compiler, and while running.
 
-From types: the highest point of the program's own buffers, arguments by the paths to them, what the forward pass keeps
-for the backward pass by the names that `save` gave. The compiler's own count stands beside it, where it was asked.
+Types give the highest point of the program's own buffers: arguments by the paths to them, what the forward pass keeps
+for the backward pass by the names that `save` gave. The compiler's own count stands beside it, if it was asked.
 """
 
 import collections
@@ -30,9 +30,9 @@ class Memory:
         buffers: everything that is held at the highest point, by name, largest first.
         where: the line that runs there; empty if nothing does.
         kept: what the forward pass keeps for the backward pass, at the highest point or before it, largest first.
-        compiled: the compiler's count, where the program was compiled.
-        in_use: bytes in use by the device's own count, where it has one; only while running.
-        host: bytes of the host's memory that this device's share takes, where values are moved there.
+        compiled: the compiler's count, if the program was compiled.
+        in_use: bytes in use by the device's own count, if it has one; only while running.
+        host: bytes of the host's memory that this device's share takes, if values are moved there.
     """
 
     buffers: tuple[Buffer, ...]
@@ -60,11 +60,11 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes at the highest point: by the compiler where it was asked, otherwise from types."""
+        """Bytes at the highest point: by the compiler if it was asked, otherwise from types."""
         return self.compiled.peak if self.compiled else self.total
 
     def largest(self, kind: str = "activations") -> Buffer | None:
-        """The largest of what is kept for the backward pass, all of one name together; None where there is none.
+        """The largest of what is kept for the backward pass, all of one name together; None if nothing is.
 
         It answers which activation to recompute, or to move to the host, first.
 
@@ -78,7 +78,7 @@ class Memory:
         return _by_name(buffer for buffer in self.buffers if kind in (None, buffer.kind))
 
     def kept_by_name(self) -> list[Buffer]:
-        """The same of what is kept for the backward pass."""
+        """The same for what is kept for the backward pass."""
         return _by_name(self.kept)
 
     def as_dict(self) -> dict:
@@ -248,8 +248,8 @@ def live_memory(**trees: Any) -> Memory:
 
 
 def live_bytes() -> dict[int, int]:
-    """Bytes of live arrays on each of this process's devices, by the device's id: uneven where an array that was to
-    be distributed was made on one device first."""
+    """Bytes of live arrays on each of this process's devices, by the device's id: uneven if an array that was to be
+    distributed was first made on one device."""
     held = dict.fromkeys((device.id for device in jax.local_devices()), 0)
     for array in jax.live_arrays():
         for device in array.sharding.addressable_devices:  # asking for the shards would make arrays of them

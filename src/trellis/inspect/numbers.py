@@ -7,14 +7,14 @@ import numpy as np
 
 from trellis.inspect.hlo import Instruction
 
-# More entries than this a table has not.
+# A table has no more entries than this.
 LARGEST = 4096
 _TYPES = {"pred": bool, "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
           "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64}  # fmt: skip
 
 
 def _divided(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Rounded towards zero; by zero it is -1."""
+    """A quotient, rounded towards zero; -1 for a division by zero."""
     safe = np.where(y == 0, 1, y)
     return np.where(y == 0, -1, np.sign(x) * np.sign(safe) * (np.abs(x) // np.abs(safe)))
 
@@ -43,7 +43,7 @@ _ALIKE = ("bitcast", "convert", "copy", "reshape")
 
 
 def constant_of(instruction: Instruction) -> np.ndarray | None:
-    """A constant's integers, `1 dim ...`; None of floats, and of what is large or not written out."""
+    """A constant's integers, `1 dim ...`; None for floats, and for what is large or not written out."""
     array, *others = instruction.results
     if others or array.dtype not in _TYPES or int(np.prod(array.shape)) > LARGEST:
         return None
@@ -55,7 +55,7 @@ def constant_of(instruction: Instruction) -> np.ndarray | None:
 
 
 def numbers_of(instruction: Instruction, operands: Sequence[np.ndarray]) -> np.ndarray | None:
-    """What an operation makes of integers, `device dim ...` each; None of one that is not known."""
+    """What an operation makes of integers, `device dim ...` each; None for one that is not known."""
     array, *others = instruction.results
     if others or array.dtype not in _TYPES:
         return None
@@ -79,7 +79,7 @@ def _computed(instruction: Instruction, operands: Sequence[np.ndarray], shape: t
 
 
 def _sliced(table: np.ndarray, begins: Sequence[np.ndarray], sizes: tuple[int, ...]) -> np.ndarray:
-    """Each device's part of a table, from where it begins there; moved back where it would reach over the end."""
+    """Each device's part of a table, from where it begins there; moved back if it would reach past the end."""
     rows = max(len(table), *map(len, begins))
     parts = []
     for row in range(rows):

@@ -1,8 +1,8 @@
 """Pictures of shardings: which device holds which part of which axis, as terminal text and as SVG.
 
 A box is a device, placed as in the mesh. In a box each dimension is a bar, filled where the device holds it: a part of
-a bar where a mesh axis slices the dimension, the whole bar where every device has a copy. Boxes of one colour hold the
-same part.
+the bar if a mesh axis slices the dimension, the whole bar if every device has a copy. Boxes of one colour hold the same
+part.
 """
 
 import colorsys
@@ -35,7 +35,7 @@ class Bar:
     size: int | None = None
 
     def words(self) -> str:
-        """The part held, in positions where the size is known: `batch 2:4`, `embed whole`."""
+        """The part held, in positions if the size is known: `batch 2:4`, `embed whole`."""
         if self.count == 1:
             return f"{self.name} whole"
         if self.size is None:
@@ -78,7 +78,7 @@ class Picture:
     panels: tuple[Panel, ...]
 
     def text(self, color: bool = False) -> str:
-        """As text, with ANSI background colours where `color` is true."""
+        """As text, with ANSI background colours if `color` is true."""
         return "\n\n".join(_panel_text(panel, color) for panel in self.panels)
 
     def __str__(self) -> str:

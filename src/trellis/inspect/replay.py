@@ -3,8 +3,7 @@
 A compiled program's text has its instructions in the order that the compiler scheduled. An asynchronous collective
 begins where that order has its start, and is waited for where the order has its end, if it takes longer than what lies
 between. So one whose end follows its start at once hides nothing, and one beside work that is shorter than itself is
-hidden in part. Those that need the same links share them, or come one after the other where one stream of work sends
-them.
+hidden in part. Those that need the same links share them, or come one after the other if one stream of work sends them.
 """
 
 import collections
@@ -14,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping
 from trellis.inspect.collective import KINDS
 from trellis.inspect.hlo import Instruction, Program
 
-# What runs other computations, each instruction of which is replayed.
+# Instructions that run other computations, whose instructions are replayed.
 LOOPS = ("while", "conditional", "call", "call-start", "async-start")
 
 
@@ -25,7 +24,7 @@ class Sending:
     Attributes:
         seconds: how long one run of it takes.
         links: what it needs for that, by any names.
-        in_order: whether it comes after all that were started before it and need the same; else each of so many has
+        in_order: whether it comes after all that were started before it and need the same; otherwise each of them has
             its share of a link.
     """
 
@@ -85,7 +84,7 @@ class _Wires:
         self.left[collective] = self.sending[collective].seconds
 
     def end(self, collective: str, now: float) -> float:
-        """When one is there, that is waited for from now on."""
+        """When one that is waited for from now on arrives."""
         self._until(now)
         while collective in self.left:
             self._step(float("inf"))
@@ -97,7 +96,7 @@ class _Wires:
         self.now = max(self.now, now)
 
     def _step(self, most: float) -> None:
-        """Goes on to when the next is there, or to a time before that."""
+        """Goes on to when the next one arrives, or to a time before that."""
         speeds = self._speeds()
         takes, first = min((left / speeds[name], name) for name, left in self.left.items() if speeds[name])
         step = min(takes, most - self.now)
@@ -122,7 +121,7 @@ class _Wires:
 
 
 class _Replaying:
-    """One replay; a computation that is called from several places is gone through once."""
+    """One replay; a computation that is called from several places is replayed once."""
 
     def __init__(self, program, computing, sending, load):
         self.program: Program = program
@@ -166,7 +165,7 @@ class _Replaying:
         return Replay(computed, dict(waits))
 
     def _collective(self, instruction: Instruction) -> tuple[list[str], str, tuple[str, ...]]:
-        """Of an instruction the collectives that it sends, what it starts if they go on behind it, and what it ends.
+        """The collectives that an instruction sends, what it starts if they go on after it, and what it ends.
 
         A TPU's asynchronous collective fusion is one start and one end with the same channel, whatever is computed in
         the fusions between; other pairs name their start.

@@ -21,25 +21,25 @@ class Row:
     Attributes:
         kind: one of `KINDS`.
         axes: the mesh axes it runs over, jointly.
-        what: the value, as `before -> after` in the notation where its names are known.
+        what: the value, as `before -> after` in the notation if its names are known.
         dtype: as JAX writes it.
         payload: bytes on one device, see `trellis.program.moves`.
         wire: bytes one device sends, once.
         times: how often it runs in a call of the function.
-        direction: "forward", "recomputed" or "backward", or empty where it is not known.
+        direction: "forward", "recomputed" or "backward", or empty if it is not known.
         source: `file.py:line (function)`.
-        note: what is uncertain about it, or how it runs; empty as a rule.
-        role: what it moves: "weights" (gathered before use), "gradients" (of weights) or "activations"; empty where
-            that is not known.
+        note: what is uncertain about it, or how it runs; usually empty.
+        role: what it moves: "weights" (gathered before use), "gradients" (of weights) or "activations"; empty if that
+            is not known.
         ring: whether it is a step of a ring, which runs beside the kernels or products of the same line.
-        parts: of how many parts of a batch it moves one, while the others compute.
-        down: whether it is a permute to devices before, most of them. One down and one up use links at once.
+        parts: into how many parts a batch is cut, of which it moves one while the others compute.
+        down: whether it is a permute in which most devices send to earlier ones. One down and one up use links at once.
         parameter: the path of the parameter that is gathered, or whose gradient is reduced; empty for anything else.
         reduction: what an all-reduce or a reduce-scatter takes of what devices hold: "sum", "maximum" or "minimum".
         same: in how many of its runs it moves the same array, which a compiler may move once for all of them: turns of
             loops that do not change it.
-        twin: whether, in manual mode, one before it moves the same array in the same way: a compiler may do one alone.
-        constant: whether it moves what no argument has a part in: a compiler may know what becomes of it.
+        twin: whether, in manual mode, an earlier one moves the same array in the same way: a compiler may do only one.
+        constant: whether no argument has a part in what it moves: a compiler may know what becomes of it.
     """
 
     kind: str
@@ -126,8 +126,8 @@ class Ledger:
         """Bytes one device sends over each mesh axis.
 
         A joint gather or reduction over `data,model` moves as many bytes as one over each axis after the other, and
-        is split so; a joint all-to-all or permute is not, and has an entry of its own, `data,model`, in the mesh's
-        order.
+        is split that way; a joint all-to-all or permute is not, and has an entry of its own, `data,model`, in the
+        mesh's order.
         """
         sums: collections.Counter[str] = collections.Counter()
         for row in self.rows:

@@ -1,19 +1,19 @@
 """The structure of a compiled program: each row of the ledger matched with the collectives that do it.
 
-A row is done where the program has a collective of its kind, over exactly the devices along its mesh axes, of as many
-elements as its type says, as often. Compilers may do the same otherwise, and this is what is understood:
+A row is done if the program has a collective of its kind, over exactly the devices along its mesh axes, of as many
+elements as its type says, as often. Compilers may do the same in other ways, of which these are understood:
 
 - several collectives combined into one, a collective split into a start and an end;
-- another collective of the same result (`trellis.inspect.ways`): a reduce-scatter as an all-reduce and a slice, a
-  collective over several mesh axes as one after the other, or over all of them in the order that a permute behind it
+- another collective with the same result (`trellis.inspect.ways`): a reduce-scatter as an all-reduce and a slice, a
+  collective over several mesh axes as one after the other, or over all of them in the order that a permute after it
   would have made;
-- several arrays of a type joined to one, as those that a loop has moved in each turn and that are moved once after it,
-  and arrays that are padded;
+- several arrays of a type joined into one, such as those that a loop would move in each turn, moved once after it, and
+  arrays that are padded;
 - a copy that an equal one has moved before, and numbers that are added before they are summed over devices.
 
 What no row asks for is named. Along mesh axes it is the compiler's own affair, and along axes in auto mode so are the
-groups. A collective over other groups of devices is a fault, and so are a sum over devices that hold the sum already, a
-maximum or minimum over devices that no row takes, and a result that should be a copy and may differ from device to
+groups. A collective over other groups of devices is a fault. So are a sum over devices that hold the sum already, a
+maximum or minimum over devices that no row takes, and a result that should be a copy but may differ from device to
 device (`trellis.inspect.copies`).
 """
 
@@ -49,8 +49,8 @@ class Structure:
         besides: arrays that it moves along mesh axes and that no row asks for, and how often.
         strange: collectives over groups that are the devices along no mesh axes.
         twice: sums of what was summed over the same devices before.
-        extremes: maxima and minima along mesh axes along which no row takes one, or of what a row sums that nothing was
-            found for.
+        extremes: maxima and minima along mesh axes along which no row takes one, or in the place of a row's sum that
+            nothing was found for.
         apart: results that should be copies and may differ.
         auto: mesh axes in auto mode, along which a compiler may make copies in ways that are not followed.
     """
@@ -76,8 +76,8 @@ class Structure:
 
     @property
     def certain(self) -> bool:
-        """Whether something is wrong that no compiler does rightly in a way that is not understood, as it may do what
-        a row asks for, take a maximum that none asks for, or make copies along axes in auto mode."""
+        """Whether something is surely wrong. A compiler may do what a row asks for, take a maximum that none asks for,
+        or make copies along axes in auto mode, rightly but in a way that is not understood."""
         apart = any(set(each.axes) - set(self.auto) for each in self.apart)
         return bool(self.strange or self.twice or apart)
 
@@ -107,7 +107,7 @@ class Structure:
         return f"{found} are in the {self.collectives} collectives of the compiled program{besides}{faults}"
 
     def __str__(self) -> str:
-        """What was found, how compilers did what the types ask for otherwise, and what is wrong."""
+        """What was found, in which other ways compilers did what the types ask for, and what is wrong."""
         ways = Counter(way for match in self.matches for way, runs in match.ways.items() if way and runs)
         otherwise = [f"  {count} of them as {way}" for way, count in ways.most_common()]
         return "\n".join([self.line, *otherwise, *(f"  {fault}" for fault in self.faults)])
@@ -162,18 +162,18 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
 
 
 def _may_go(row: Row, auto: tuple[str, ...]) -> bool:
-    """Whether a compiler may do otherwise than a row says, or know what becomes of what it moves."""
+    """Whether a compiler may do something other than a row says, or know what becomes of what it moves."""
     return row.constant or bool(set(row.axes) & set(auto))
 
 
 def _taken(part: Part) -> set[tuple[str, str]]:
-    """Of a maximum or minimum over devices, what is taken along which axes: one axis after another does as well."""
+    """What a maximum or minimum over devices takes along which axes: one axis after another does as well."""
     reduction = part.collective.reduction
     return set() if reduction == "sum" else {(reduction, axis) for axis in part.axes}
 
 
 def _for_a_sum(part: Part) -> Key | None:
-    """What a maximum or minimum over devices is in the place of, where nothing else is found for that."""
+    """The sum that a maximum or minimum over devices is in the place of, if nothing else is found for that."""
     return None if part.collective.reduction == "sum" else part.key._replace(kind="all-reduce")
 
 
@@ -184,7 +184,7 @@ def _alone(collective: Collective) -> bool:
 
 
 def _parts(program: Program, collective: Collective, mesh: Mesh | AbstractMesh) -> list[Part]:
-    """The arrays of a collective; of one in which each device is alone none, since nothing moves."""
+    """The arrays of a collective; none if each device is alone in it, since nothing moves."""
     kind, groups = collective.kind, collective.groups
     if all(len(set(group)) == 1 for group in groups):
         return []

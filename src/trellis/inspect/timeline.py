@@ -34,7 +34,7 @@ class _Room:
     suffix: str = ""
 
     def buffer(self, program: Program) -> Buffer:
-        """With a name, for people."""
+        """The same with a name, for people."""
         name, what, source = "and gradients on the way", "", self.operation.source if self.operation else ""
         if self.operation is None:
             argument = program.arguments[program.inputs.index(self.value)]
@@ -49,11 +49,11 @@ class _Held:
 
     Attributes:
         buffer: its memory; None for a chain, and for what belongs to the program around.
-        made_of: of a chain, what it keeps alive.
+        made_of: for a chain, what it keeps alive.
         pinned: whether it stays to the end.
         uses: by how many values and chains it is kept alive.
-        lazy: whether its reader makes it, although it would be written as a rule.
-        around: whether it is a loop's carry, seen within: its memory is counted around the loop.
+        lazy: whether its reader makes it, although it would usually be written.
+        around: whether it is a loop's carry, seen from inside: its memory is counted outside the loop.
     """
 
     __slots__ = ("buffer", "made_of", "uses", "pinned", "lazy", "around")
@@ -63,7 +63,7 @@ class _Held:
         self.around = False
 
     def leaves(self) -> "list[_Held]":
-        """What a chain that is not there yet is made of."""
+        """What a chain that does not exist yet is made of."""
         seen, todo, found = set(), list(self.made_of), []
         while todo:
             part = todo.pop()
@@ -134,7 +134,7 @@ class _Walk:
         self.body, self.weights, self.held = body, weights, held
         self.top = isinstance(body, Program)
         self.moved = 0  # bytes of weights that are gathered and of gradients that are summed over devices
-        self.loops: list[tuple[int, set[_Room]]] = []  # bytes of its body; by id, what is around it
+        self.loops: list[tuple[int, set[_Room]]] = []  # the bytes of each one's body, and what is around it
         self.values: dict[Value, _Held] = {}
         self.live: dict[int, _Held] = {}
         self.total = 0
@@ -200,7 +200,7 @@ class _Walk:
         parts, held.made_of = held.made_of, ()
         held.buffer = self.room(operation, value)
         size = held.buffer.num_bytes
-        # An elementwise result takes the place of an operand of its size that ends here; else both exist for a while.
+        # An elementwise result takes the place of an operand of its size that ends here; otherwise both exist a while.
         if not any(part.buffer and part.uses == 1 and part.buffer.num_bytes == size for part in parts):
             self.add(held)
             self.mark(0, (), operation.source)
@@ -285,17 +285,17 @@ class _Walk:
         if not held.fused:
             return False
         sizes = [part.buffer.num_bytes for part in held.leaves() if part.buffer]
-        # A broadcast of little, which the compiler makes again inside the loop.
+        # A broadcast of something small, which the compiler makes again inside the loop.
         if operation.is_loop and sum(sizes) * 8 <= value.num_bytes:
             return True
-        # A product makes as it reads it what comes of something twice as large that exists, such as the bfloat16
-        # gradients of float32 logits.
+        # If something twice as large exists, a product makes what it reads from that as it reads it, such as the
+        # bfloat16 gradients of float32 logits.
         if name == "dot_general" and any(size >= 2 * value.num_bytes for size in sizes):
             return True
         return fusion.reduces(operation)
 
     def loop(self, operation: Operation) -> None:
-        """A loop or a branch: its body's highest point stands on what is around it."""
+        """A loop or a branch: its body's highest point comes on top of what is around it."""
         name = operation.name
         body = max(operation.bodies, key=lambda body: len(body.operations)) if name == "cond" else operation.bodies[-1]
         first, carried = operation.carries
@@ -327,7 +327,7 @@ class _Walk:
             held.pinned, held.uses = held.around, 1
 
     def carry(self, operation: Operation, inner: Value, outer: Value, last: Value) -> _Held:
-        """A loop's carry, in the place of its first value where that ends here.
+        """A loop's carry, in the place of its first value if that ends here.
 
         Args:
             operation: the loop.
@@ -340,7 +340,7 @@ class _Walk:
         if "backward" in passes and last.maker.direction == "update":  # the sum over microbatches
             held.buffer = dataclasses.replace(held.buffer, kind="gradients")
         old = self.of(outer) if outer.literal is None else None
-        if old is not None and old.around and old.uses <= 1:  # a loop in a loop, which carries what that carries
+        if old is not None and old.around and old.uses <= 1:  # a loop in a loop that carries the same
             return old
         if old is not None and old.buffer is not None and old.uses <= 1 and not old.pinned:
             held.buffer = dataclasses.replace(held.buffer, kind=old.buffer.kind)
@@ -351,15 +351,15 @@ class _Walk:
         return held
 
     def lost_to_loops(self) -> int:
-        """Bytes that the largest loop took, but for vector memory, and that are empty at the highest point: what is
-        larger than half of the room was not seen to be put there."""
+        """Bytes that the largest loop took, except for vector memory, and that are empty at the highest point: buffers
+        larger than half of that room were not seen to be put there."""
         room, around = max(self.loops, key=lambda loop: loop[0], default=(0, set()))
         later = [taken.num_bytes for taken in self.at_peak if taken not in around]
         return max(room - VECTOR_MEMORY - sum(size for size in later if size <= room / 2), 0)
 
 
 def _last_uses(body: Body) -> dict[Value, int]:
-    """The number of the operation after which each value of a body ends. What a call gets stays until the call ends."""
+    """The number of the operation after which each value of a body ends. A call's arguments stay until it ends."""
     last: dict[Value, int] = {}
     for operation in body.operations:
         for value in operation.inputs:

@@ -13,8 +13,8 @@ _PARTS = ("dynamic-slice", "slice", "gather")
 def touched_bytes(program: Program, instruction: Instruction) -> int:
     """Bytes that one run of an instruction reads and writes, each operand and result once.
 
-    Of an operand that a fusion only slices, or gathers rows of, the slices count; of a result that replaces a part of
-    an operand, in its memory, the part counts, once read and once written.
+    If a fusion only slices an operand, or gathers rows of it, the slices count. If a result replaces a part of an
+    operand, in its memory, the part counts, once read and once written.
 
     Args:
         program: the program.
@@ -32,7 +32,7 @@ def touched_bytes(program: Program, instruction: Instruction) -> int:
 
 def _touched(program: Program, inside: list[Instruction], given: dict[str, str], root: Instruction) -> int:
     made = {i.name: i for i in inside}
-    views = dict(given)  # to the operand, of everything that is only another name of it
+    views = dict(given)  # from everything that is only another name of an operand to that operand
     total = 0
     whole: set[str] = set()
     for i in inside:

@@ -1,4 +1,4 @@
-"""How compilers communicate by other collectives than the one that a type asks for."""
+"""How compilers communicate by collectives other than the one that a type asks for."""
 
 import itertools
 import math
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 
 class Key(NamedTuple):
-    """A collective: its kind, where a maximum or a minimum over devices is one of its own, mesh axes, elements as a
-    row's payload counts them, whether these are integers, and into how many parts the axes are cut, where not all
-    devices along them take part together."""
+    """A collective: its kind (a maximum or a minimum over devices is one of its own), mesh axes, elements as a row's
+    payload counts them, whether these are integers, and into how many parts the axes are cut, if not all devices along
+    them take part together."""
 
     kind: str
     axes: frozenset[str]
@@ -18,7 +18,7 @@ class Key(NamedTuple):
     cut: int = 1
 
 
-Recipe = tuple[tuple[Key, int], ...]  # collectives that do a communication together, each so many times
+Recipe = tuple[tuple[Key, int], ...]  # collectives that do a communication together, each with how many times
 Way = Callable[[Key, Mapping[str, int]], Iterator[Recipe]]  # from a collective and the sizes of the mesh axes
 
 
@@ -33,7 +33,7 @@ def _as(kind: str, other: str) -> Way:
 
 
 def _in_steps(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
-    """Over some mesh axes after the others: arrays shrink as they are scattered, and grow as they are gathered."""
+    """Over some mesh axes, then over others: arrays shrink as they are scattered, and grow as they are gathered."""
     kind, axes, elements, whole, _ = key
     if kind not in ("all-to-all", "permute"):
         for blocks, parts in _blocks(axes, elements, sizes):
@@ -42,7 +42,7 @@ def _in_steps(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
 
 
 def _summed_in_steps(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
-    """A reduce-scatter over some mesh axes after the others, where some of them are all-reduces."""
+    """A reduce-scatter over some mesh axes, then over others, in which some of the steps are all-reduces."""
     kind, axes, elements, whole, _ = key
     if kind == "reduce-scatter":
         for blocks, parts in _blocks(axes, elements, sizes):
@@ -53,7 +53,7 @@ def _summed_in_steps(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
 
 
 def _scattered_and_summed(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
-    """A sum over all mesh axes of an array that is sliced along some of them next: of the slices over the others."""
+    """A sum over all mesh axes of an array that is sliced along some of them next: of its slices over the others."""
     kind, axes, elements, whole, _ = key
     if kind == "all-reduce":
         for blocks, parts in _blocks(axes, elements, sizes):

@@ -1,9 +1,9 @@
 """What a program computes on one device: every product, kernel and fused elementwise group, with its FLOPs and bytes.
 
-Products (`dot_general`) are exact from the types. Kernels (attention) say their own work, and loops over experts' rows
-how often they run (`trellis.program.said`). Everything else is elementwise or a reduction, which the compiler fuses:
-operations that are connected through such values form one group, which reads its outside inputs once (once more for
-each reduction, since a value that is summed and then used again is read twice) and writes what is used outside.
+Products (`dot_general`) are exact from the types. Kernels (attention) state their own work, and loops over experts'
+rows how often they run (`trellis.program.said`). Everything else is elementwise or a reduction, which the compiler
+fuses: operations that are connected through such values form one group, which reads its outside inputs once (once more
+for each reduction, since a value that is summed and then used again is read twice) and writes what is used outside.
 """
 
 import collections
@@ -27,14 +27,14 @@ FREE = {
     "reshard", "sharding_constraint", "pvary", "pcast", "copy", "mesh_cast", "bitcast_convert_type", "iota", "split",
     "random_wrap", "random_unwrap", "layout_constraint",
 }  # fmt: skip
-# They repeat their operand, or hand it on.
+# Operations that repeat their operand, or pass it on.
 _SPREADS = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "pcast", "pvary", ENTER, LEAVE}
 # Operations that write a part of their first operand, and which operand they write there.
 UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 PRODUCTS = ("dot_general", "scaled_matmul_wrapper", "ragged_dot", "ragged_dot_general")
-# Pieces of which libtpu's schedule has no estimate: they are kernels.
+# Kinds of pieces for which libtpu's schedule has no estimate: they are kernels.
 UNSCHEDULED = ("attention", "kernel", "grouped")
-# The kind of those that copy between a device's memory and the host's.
+# The kind of pieces that copy between a device's memory and the host's.
 HOST_COPY = "host copy"
 
 
@@ -52,13 +52,13 @@ class Piece:
         direction: "forward", "recomputed", "backward", or "update" for what is not differentiated (the optimizer).
         source: `file.py:line (function)`.
         what: shapes on one device, for people.
-        dims: of a product: (rows, contracted, columns) on one device.
+        dims: for a product: (rows, contracted, columns) on one device.
         dtype: of the operands.
         label: what a person would call it, see `Operation.label`.
         number: its place in the program.
         slower: how much longer its bytes take than streamed ones.
-        whole: of attention, whether a kernel's queries see all of its keys.
-        looped: whether it is in a loop that holds one pass, as one over layers does; layers may be written out instead,
+        whole: for attention, whether a kernel's queries see all of its keys.
+        looped: whether it is in a loop that holds one pass, such as one over layers; layers may be unrolled instead,
             and a loop over microbatches holds both passes.
     """
 
@@ -155,7 +155,7 @@ def _product(operation: Operation, load: float) -> Piece:
         columns = math.prod(n for i, n in enumerate(b) if i not in (*contract_b, *batch_b))
     elif operation.name == "scaled_matmul_wrapper":
         (batch, rows, inner), columns = a, b[1]
-    else:  # of each group of rows with its own matrix; kernels pass over rows that nobody filled
+    else:  # each group of rows with its own matrix; kernels pass over rows that are not filled
         share = share_filled(operation, load)
         batch, rows, inner, columns = 1, round(a[0] * share), a[-1], b[-1]
     return _piece(
@@ -178,13 +178,13 @@ def _convolution(operation: Operation) -> Piece:
 
 
 def _kernel(operation: Operation, load: float) -> Piece:
-    """A kernel, by what its author says of it; one of which nothing is said only moves its operands and results."""
+    """A kernel, by what its author says of it; if nothing is said, it only moves its operands and results."""
     arrays = [v for v in (*operation.operands, *operation.results) if hasattr(v.aval, "shape")]
     moved = sum(v.num_bytes for v in arrays)
     largest = max(operation.operands, key=lambda value: value.num_bytes)
     if (found := grouped_said(operation, load)) is not None:
         flops, dims, filled = found
-        # Weights have three dimensions, tables one. Rows that a kernel gathers it reads as often as it takes them.
+        # Weights have three dimensions, tables one. A kernel reads rows that it gathers as often as it takes them.
         of_rows = [v for v in arrays if len(v.local_shape) == 2]
         moved += sum(filled * v.num_bytes / v.local_shape[0] - v.num_bytes for v in of_rows)
         what, dtype = f"grouped {_show(largest)}", str(largest.aval.dtype)
@@ -262,9 +262,9 @@ def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
 
 
 def _spread(value: Value) -> Value:
-    """What is in memory of a value: where it repeats a smaller one, that, since compilers repeat it where it is read.
+    """What is in memory for a value: if it repeats a smaller one, that, since compilers repeat it where it is read.
 
-    JAX moves constants, as the zeros that a mask selects, out of loops; compilers move them back.
+    JAX moves constants, such as the zeros that a mask selects, out of loops; compilers move them back.
     """
     while True:
         if value.maker is None:
@@ -277,7 +277,7 @@ def _spread(value: Value) -> Value:
 
 
 def _elements(operation: Operation) -> int:
-    """How many elements an operation computes: of a part that is picked or written, no more than that."""
+    """How many elements an operation computes: if a part is picked or written, no more than that part."""
     values = (*operation.operands, *operation.results)
     if operation.name in ("gather", "dynamic_slice"):
         values = operation.results

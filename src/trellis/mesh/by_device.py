@@ -1,4 +1,4 @@
-"""Programs of one device's slices, run from outside of compiled programs, too."""
+"""Programs of one device's slices, which can also be run outside compiled programs."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,10 @@ import jax
 
 
 def by_device(function: Callable, **specs) -> Callable:
-    """`jax.shard_map`, as one program where nothing is traced.
+    """`jax.shard_map`, which runs as one program when nothing is being traced.
 
-    Left to itself JAX compiles and runs every operation of the function as a program of its own there, which takes
-    twenty times as long for a lookup. Inside of a trace nothing is left of the difference.
+    Left to itself, JAX then compiles and runs every operation of the function as a program of its own, which takes
+    twenty times as long for a lookup. Inside a trace there is no difference.
 
     Args:
         function: of one device's slices.

@@ -28,7 +28,7 @@ def deal(x: jax.Array, slices: int, dim: int = 1) -> jax.Array:
 
 
 def places_dealt(x: jax.Array, slices: int, length: int) -> jax.Array:
-    """The positions that are dealt out to places `x` of `length`: what `deal` gives for all, for each place by itself.
+    """The positions that are dealt out to places `x` of `length`, as `deal` has them, each computed by itself.
 
     >>> places_dealt(jnp.arange(8), 2, 8).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -50,7 +50,7 @@ def undeal(x: jax.Array, slices: int, dim: int = 1) -> jax.Array:
 
 
 def undealt(x: np.ndarray, slices: int, dim: int) -> np.ndarray:
-    """The same of an array in the host's memory.
+    """The same for an array in the host's memory.
 
     >>> undealt(np.array([0, 1, 6, 7, 2, 3, 4, 5]), 2, 0).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]

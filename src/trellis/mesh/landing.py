@@ -1,4 +1,4 @@
-"""Arrays that lie on no mesh, as NumPy's do, placed on one."""
+"""Places arrays that are on no mesh, such as NumPy's, on one."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ from trellis.notation.state import mode_of
 
 
 def on_mesh_in_force(array):
-    """An array that lies on no mesh, or on one device, is whole on the mesh in force, and so is its gradient.
+    """Puts an array that is on no mesh, or on one device, whole on the mesh in force; its gradient is whole, too.
 
-    Others, and all where no mesh is in force or in manual mode, are given back as they are.
+    Other arrays are returned as they are, and so are all arrays in manual mode or if no mesh is in force.
     """
     here = jax.sharding.get_abstract_mesh()
     mode = mode_of(here)
@@ -27,7 +27,7 @@ def on_mesh_in_force(array):
 
 
 def placed(array, spec: PartitionSpec, mesh=None):
-    """An array that lies on no mesh is whole on every device of one, and each takes its slice.
+    """Places an array that is on no mesh: it is whole on every device of one, and each takes its slice.
 
     Args:
         array: a plain array or a tracer, on no mesh or on one device.
@@ -41,21 +41,21 @@ def placed(array, spec: PartitionSpec, mesh=None):
         return jax.reshard(array, place(spec))
     try:
         return put(array, NamedSharding(jax.sharding.get_mesh() if mesh is None else mesh, spec))
-    except ValueError:  # inside of `jit` there is only its shape
+    except ValueError:  # inside `jit` there is only the mesh's shape
         return jax.reshard(jax.device_get(array), place(spec))
 
 
 def on_one_device(array) -> bool:
-    """Whether somebody put an array on a device: JAX does not take it from there by itself."""
+    """Whether the user put an array on a device: JAX does not take it from there by itself."""
     return isinstance(array, jax.Array) and not is_tracer(array) and array.committed
 
 
 def put(array, sharding: NamedSharding) -> jax.Array:
-    """`jax.device_put`, where that would be wrong, or slow.
+    """`jax.device_put`, by way of NumPy if that would otherwise be wrong or slow.
 
-    What a callback gives as the result of a program is on the first device alone, and called an array of all of them
-    (docs/published-bugs.md, 37). And to cut into slices what one CPU device has, JAX compiles a program for each shape,
-    where its memory can be read as NumPy's are; donating the result leaves that array as it is.
+    If a callback's result is that of a program, it is on the first device alone, but the array says that it is on all
+    (docs/published-bugs.md, 37). And to cut the array of one CPU device into slices, JAX compiles a program for each
+    shape, although its memory can be read as NumPy's can. Donating the result leaves that array as it is.
     """
     through_memory = _called_of_all(array) or (sharding.is_fully_addressable and _in_memory(array))
     return jax.device_put(jax.device_get(array) if through_memory else array, sharding)
@@ -67,7 +67,7 @@ def _called_of_all(array) -> bool:
 
 
 def _in_memory(array) -> bool:
-    """Whether an array is one CPU device's, and NumPy has its type: keys and numbers without a fixed type are JAX's."""
+    """Whether an array is on one CPU device and NumPy has its type: keys and weakly typed numbers are JAX's own."""
     if not isinstance(array, jax.Array) or is_tracer(array) or jax.typeof(array).weak_type:
         return False
     devices = list(array.devices())

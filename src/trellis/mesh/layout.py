@@ -21,7 +21,7 @@ from trellis.notation.struct import check_divides
 # again under another, by `jit`, `checkpoint`, `cond`, `scan` and every other transformation.
 _current = jax.make_user_context(None)
 
-# The dimension whose positions context parallelism deals out over devices, and what keys call it.
+# The dimension whose positions context parallelism deals out over devices, and its name for keys.
 POSITIONS, KEY_POSITIONS = "pos", "key_pos"
 
 Axes = tuple[str, ...]
@@ -38,7 +38,7 @@ def read_axes(axes: "str | Sequence[str] | None") -> Axes:
 
 
 def with_slashes(axes: str, known: Collection[str]) -> str | None:
-    """Several mesh axes as they are written, of a text that has spaces or commas between them; of any other None.
+    """Several mesh axes as the notation writes them, from a text with spaces or commas between them; else None.
 
     >>> with_slashes("data, model", ["data", "model"]), with_slashes("modle", ["data", "model"])
     ('data/model', None)
@@ -73,7 +73,7 @@ def _read(entries: "Mapping[str, str | Sequence[str] | None] | Entries", mesh: M
 
 
 def _pairs(entries: "Mapping | Sequence", which: str, example: str) -> tuple[tuple, ...]:
-    """The entries of a map, or of one that is written as pairs."""
+    """The entries of a map, which may be written as pairs."""
     items = tuple(entries.items() if isinstance(entries, Mapping) else entries)
     if other := [item for item in items if not (isinstance(item, tuple | list) and len(item) == 2)]:
         raise MeshError(f"a layout's {which} is a map, got {other[0]!r} in it, in Layout: write {which}={example}")
@@ -94,7 +94,7 @@ def _read_entry(name, axes, which: str) -> Axes:
 class Layout:
     """Which named axes are sliced over which mesh axes, at rest and in use.
 
-    Earlier entries win: where two names of one operation map to the same mesh
+    Earlier entries win: if two names of one operation map to the same mesh
     axis, the first entry gets it and the other name stays whole. So
     `compute={"batch": "data", "mlp": "model", "pos": "model"}` is Megatron's
     sequence parallelism: `pos` is sliced wherever `mlp` is absent.
@@ -108,28 +108,28 @@ class Layout:
         gather: "joint" gathers a weight over all its mesh axes in one
             collective, "per_axis" over one mesh axis after the other.
         overlap: names whose products hide their communication, in rings along
-            the mesh axis that `compute` gives the name: products into the name
-            of an operand that the same mesh axis slices along another name
-            (an all-gather), and products that sum over it into such a result
-            (a reduce-scatter). The same bytes move, in permutes between parts
-            of the product. Others stay as they are.
-        context: for mesh axes that slice positions, how attention reaches keys of the other slices: "gather" (which is
-            that of axes that are not named) gathers them, "ring" passes them from device to device, and "exchange"
+            the mesh axis that `compute` gives the name. These are products into
+            the name from an operand that the same mesh axis slices along
+            another name (an all-gather), and products that sum over the name
+            into such a result (a reduce-scatter). The same bytes move, in
+            permutes between parts of the product. Other products stay as they are.
+        context: how attention reaches the keys of other slices, for each mesh axis that slices positions: "gather" (the
+            default for axes not listed) gathers them, "ring" passes them from device to device, and "exchange"
             exchanges slices of positions for slices of heads. An array's positions are sliced over axes of a ring
             first, then over those that gather, then over those that exchange.
-        uneven: names of layers of which the stages of a pipeline have not all as many: their entry in `compute` is for
-            the pipeline alone, which deals them out, and elsewhere they are whole.
-        dealt: mesh axes over whose slices positions are dealt out, so that each has as much to do under a causal mask
-            (see `trellis.mesh.dealing`). What comes in by `from_numpy` is dealt out there; where positions are in
-            natural order, attention deals them out by itself, and gathers them again.
-        pipeline_microbatches: where `compute` spreads layers over a mesh axis,
-            into how many parts the batch is cut that follow each other through
-            its stages; None: the most that divide it, at most 4 a stage.
-        pipeline_groups: how many groups of layers each stage has in a training step, so that a part of the batch goes
-            around the stages as often.
-        mapped: the mesh axes that the program is mapped over (see `without`), those of each map.
-        cut: names of which the program sees a part, such as the batch within
-            a pipeline: nothing may be computed along them.
+        uneven: names of layers that the stages of a pipeline do not have equally many of: only the pipeline uses their
+            entry in `compute`, to deal them out, and elsewhere they are whole.
+        dealt: mesh axes over which positions are dealt out, so that each slice has equal work under a causal mask
+            (see `trellis.mesh.dealing`). `from_numpy` deals out what comes in; if positions are in natural order,
+            attention deals them out by itself, and gathers them again.
+        pipeline_microbatches: if `compute` spreads layers over a mesh axis, the
+            number of parts that the batch is cut into, which follow each other
+            through the stages; None: the most that divide it, at most 4 a stage.
+        pipeline_groups: how many groups of layers each stage has in a training step: a part of the batch goes around
+            the stages that many times.
+        mapped: the mesh axes that the program is mapped over (see `without`), one entry for each map.
+        cut: names of which the program sees only a part, such as the batch
+            within a pipeline: nothing may be computed along them.
 
     Raises:
         MeshError: an entry names an axis that the mesh does not have, or
@@ -175,7 +175,7 @@ class Layout:
             "dealt": (self.dealt,) if isinstance(self.dealt, str) else tuple(self.dealt),
         }
         for field, value in read.items():
-            object.__setattr__(self, field, value)  # the one place where a frozen value is still being made
+            object.__setattr__(self, field, value)  # only here, where the frozen value is still being made
         self._check_overlap()
         self._check_context()
         if unknown := [axis for axis in read["dealt"] if axis not in self.mesh.axis_names]:
@@ -214,7 +214,7 @@ class Layout:
         return dataclasses.replace(self, mesh=mesh)
 
     def even(self) -> "Layout":
-        """The same for layers that have been dealt out to stages, with as many rows for each."""
+        """The same layout for layers that have been dealt out to stages, with equally many rows for each."""
         return dataclasses.replace(self, uneven=())
 
     def without(self, *axes: str) -> "Layout":
@@ -229,24 +229,24 @@ class Layout:
         )
 
     def with_dealt(self, axes: Sequence[str]) -> "Layout":
-        """The same layout for arrays whose positions are dealt out over mesh axes (of none: are in natural order)."""
+        """The same layout for arrays whose positions are dealt out over mesh axes (over none: in natural order)."""
         return dataclasses.replace(self, dealt=tuple(axes))
 
     @property
     def slices_dealt(self) -> int:
-        """Over how many slices positions are dealt out; 1 where they are in natural order."""
+        """The number of slices over which positions are dealt out; 1 if they are in natural order."""
         return math.prod(self.mesh.shape[axis] for axis in self.dealt)
 
     def with_compute(self, entries: Mapping[str, "str | Sequence[str] | None"]) -> "Layout":
-        """The same maps with further entries in front of those in use."""
+        """The same layout with further entries of `compute`, before those it has."""
         return dataclasses.replace(self, compute=(*_read(entries, self.mesh, "compute"), *self.compute))
 
     def spec(self, names: Sequence[str], which: str = "compute") -> PartitionSpec:
-        """The same as JAX writes it."""
+        """What `assign` gives, as a JAX `PartitionSpec`."""
         return spec_of(self.assign(names, which))
 
     def sharding(self, names: Sequence[str], which: str = "compute") -> NamedSharding:
-        """The same, on this layout's devices."""
+        """What `assign` gives, as a sharding on this layout's devices."""
         return NamedSharding(self.mesh, self.spec(names, which))
 
     def check(self, names: Sequence[str], sizes: Sequence[int], which: str = "compute") -> None:
@@ -267,7 +267,7 @@ class Layout:
         return self
 
     def _begun(self) -> contextlib.AbstractContextManager:
-        """This layout's mesh in force.
+        """Puts this layout's mesh in force.
 
         Raises:
             MeshError: within what is compiled, whose mesh is another.
@@ -294,8 +294,8 @@ _entered = threading.local()
 def current_layout() -> Layout | None:
     """The layout of the innermost `with layout:`, or None.
 
-    In what is mapped over mesh axes it is without them: also in the backward rule of a `jax.custom_vjp`, which JAX runs
-    under the layout outside of the map.
+    Inside a map over mesh axes, it is without them, even in the backward rule of a `jax.custom_vjp`, which JAX runs
+    under the layout outside the map.
     """
     layout = _current.value
     if layout is None:
@@ -305,7 +305,7 @@ def current_layout() -> Layout | None:
 
 
 def is_dealt(name: str) -> bool:
-    """Whether positions of this name are dealt out over devices here (`Layout.dealt`): `pos`, and what keys have."""
+    """Whether positions of this name (`pos`, or `key_pos` for keys) are dealt out here (`Layout.dealt`)."""
     layout = current_layout()
     if layout is None or not layout.dealt or mode_of(jax.sharding.get_abstract_mesh()) == "manual":
         return False

@@ -16,7 +16,7 @@ from trellis.program.trace import Untraced
 
 
 def linear(fun: Callable, transpose: Callable, like: Any = None) -> Callable:
-    """A linear function, and what reverse mode runs for it.
+    """A linear function, with the transpose that reverse mode runs for it.
 
     >>> import jax.numpy as jnp
     >>> scale = linear(lambda by, x: by * x, lambda by, gradient: by * gradient)
@@ -93,7 +93,7 @@ def _transpose(gradients, *arrays, jaxpr: ClosedJaxpr | Untraced, transpose: Cal
 
 
 def _batch(arrays, dims, *, jaxpr: ClosedJaxpr | Untraced, transpose: Callable, count: int):
-    # Mapped, it is the linear function that JAX sees, with JAX's own gradient.
+    # When it is mapped, JAX sees the linear function itself, with JAX's own gradient.
     run = lambda *arrays: _run(*arrays, jaxpr=jaxpr, transpose=transpose, count=count)
     out = jax.vmap(run, in_axes=dims)(*arrays)
     return out, [0] * len(out)

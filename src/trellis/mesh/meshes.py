@@ -1,4 +1,4 @@
-"""Meshes: devices arranged so that the axes that talk least cross the slow links."""
+"""Meshes: devices arranged so that the axes that communicate least cross the slow links."""
 
 import contextlib
 import math
@@ -15,31 +15,31 @@ from trellis.mesh.platform import all_devices, are_cpus, platform_of_devices
 from trellis.notation.shape import is_name
 from trellis.notation.state import mode_of
 
-# From rarely to often talking: gradients once a step, activations of a stage
-# once a microbatch, weights once a layer, then what moves several times a layer.
+# The axis that communicates least often comes first: gradients once a step, a stage's
+# activations once a microbatch, weights once a layer, then what moves several times a layer.
 OUTER_TO_INNER = ("replica", "stage", "data", "expert_y", "expert", "context_y", "context", "model")
 
 _TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 
 
 class MeshError(TrellisError, ValueError):
-    """A mesh that cannot be made of these devices."""
+    """A mesh that cannot be made from these devices."""
 
 
 def same_mesh(mesh, other) -> bool:
-    """Whether two meshes, of devices or abstract, have the same axes of the same sizes and types."""
+    """Whether two meshes, concrete or abstract, have the same axes with the same sizes and types."""
     alike = lambda m: (m.axis_names, m.axis_sizes, m.axis_types)
     return mesh is other or alike(mesh) == alike(other)
 
 
 def mesh_text(mesh) -> str:
-    """A mesh for messages: `data=4, model=2`, and whether its axes are left to the compiler."""
+    """A mesh as messages show it: `data=4, model=2`, and `auto` if its axes are left to the compiler."""
     sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return f"{sizes}, auto" if mode_of(mesh) == "auto" else sizes
 
 
 ALONE = "alone"
-"""The one axis, of size 1, of a mesh of which no other is left: of none JAX would not know what its devices are."""
+"""The one axis, of size 1, of a mesh that has no other left: without any, JAX would not know what its devices are."""
 
 
 def without_axis(mesh: Mesh, axis: str) -> Mesh:
@@ -55,8 +55,8 @@ def without_axis(mesh: Mesh, axis: str) -> Mesh:
 
 @contextlib.contextmanager
 def on_another(mesh: Mesh) -> Generator[None]:
-    """What is traced inside is a program for another mesh, of another size, whatever mesh is in force."""
-    nothing = jax.sharding.AbstractMesh((), ())  # from one size to another JAX goes by way of no mesh
+    """Traces what is inside for another mesh, of another size, whatever mesh is in force."""
+    nothing = jax.sharding.AbstractMesh((), ())  # JAX goes from one size to another only by way of no mesh
     with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield
 
@@ -64,9 +64,9 @@ def on_another(mesh: Mesh) -> Generator[None]:
 def make_mesh(devices: Sequence | None = None, *, axis_type: str = "explicit", **sizes: int) -> Mesh:
     """Arranges devices in a mesh with the given axes.
 
-    Axes with the usual names are ordered outermost first as `OUTER_TO_INNER`
-    says, others follow in the order written. Where the devices belong to
-    several slices or hosts, the outermost axes are the ones that cross them.
+    Axes with the usual names are ordered outermost first, as in
+    `OUTER_TO_INNER`; others follow in the order written. If the devices belong
+    to several slices or hosts, the outermost axes are the ones that cross them.
 
     >>> dict(make_mesh(model=2, data=4).shape)
     {'data': 4, 'model': 2}
@@ -133,13 +133,13 @@ def _suggest(sizes: dict[str, int], count: int) -> str:
 
 
 def sharding_of(leaf: Any) -> Sharding:
-    """Where an array lies, or where its type says; on one device of this process where that says nothing."""
+    """The sharding of an array, or the one that its type says; one device of this process if there is none."""
     found = getattr(leaf, "sharding", None)
     return found if found is not None else SingleDeviceSharding(jax.local_devices()[0])
 
 
 def arrange(devices: list, names: list[str], shape: list[int]) -> np.ndarray:
-    """The devices as an array of the mesh's shape, slices (or hosts) along the outermost axes."""
+    """The devices as an array of the mesh's shape, with slices (or hosts) along the outermost axes."""
     key = "slice_index" if len({getattr(d, "slice_index", 0) for d in devices}) > 1 else "process_index"
     one_torus = key == "process_index" and platform_of_devices(devices) == "tpu"
     groups = 1 if one_torus else len({getattr(d, key, 0) for d in devices})

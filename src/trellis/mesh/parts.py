@@ -1,7 +1,7 @@
-"""Parts of arrays that begin at a number which the program computes.
+"""Parts of arrays whose start is computed by the program.
 
-`jax.lax` takes a negative start from the end, and makes four operations of each dimension for that, of the dimensions
-too that are whole: half of what a pipeline of mixtures is, traced. Starts here are none.
+`jax.lax` counts a negative start from the end, and spends four operations on each dimension for that, even on those
+that are whole: half of a traced pipeline of mixtures. The starts here are never negative.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ def own_part(x: jax.Array, dim: int, axes: str | Sequence[str]) -> jax.Array:
 
 
 def one_of(x: jax.Array, at: Sequence) -> jax.Array:
-    """What lies at an index for each of the first dimensions, none of them negative."""
+    """The part of `x` at an index for each of its first dimensions, none of them negative."""
     rest = x.shape[len(at) :]
     starts = (*at, *(0,) * len(rest))
     return lax.dynamic_slice(x, starts, (*(1,) * len(at), *rest), allow_negative_indices=False).reshape(rest)
 
 
 def with_part(x: jax.Array, part: jax.Array, start, dim: int = 0) -> jax.Array:
-    """`x` with another part, in its dtype, from `start` on, which is not negative."""
+    """`x` with `part`, cast to its dtype, from `start` on, which is not negative."""
     return lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, dim, allow_negative_indices=False)
 
 
 def with_one(x: jax.Array, one: jax.Array, at: Sequence) -> jax.Array:
-    """`x` with another array, in its dtype, at an index for each of its first dimensions, none of them negative."""
+    """`x` with `one`, cast to its dtype, at an index for each of its first dimensions, none of them negative."""
     one = one.astype(x.dtype).reshape(*(1,) * len(at), *one.shape)
     return lax.dynamic_update_slice(x, one, (*at, *(0,) * (x.ndim - len(at))), allow_negative_indices=False)

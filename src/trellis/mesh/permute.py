@@ -9,10 +9,10 @@ Axes = tuple[str, ...]
 
 
 def permute(x: jax.Array, axes: Axes, routes: Sequence[tuple[int, int]]) -> jax.Array:
-    """One device's slice, from `source` to `target` for each pair of devices in `routes`.
+    """Sends one device's slice from `source` to `target`, for each pair of devices in `routes`.
 
     Devices are counted along `axes` as `lax.axis_index(axes)` counts them, the first axis major. `lax.ppermute` counts
-    them in the order of the mesh's own axes (JAX 0.10.2), whatever the order that it is given.
+    them in the order of the mesh's own axes (JAX 0.10.2), whatever order it is given.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     ordered = tuple(axis for axis in sizes if axis in axes)
@@ -22,7 +22,7 @@ def permute(x: jax.Array, axes: Axes, routes: Sequence[tuple[int, int]]) -> jax.
 
 
 def renumbered(number: int, axes: Axes, order: Axes, sizes: Mapping[str, int]) -> int:
-    """What a device that has a number along mesh axes, the first major, has along the same axes in another order.
+    """A device's number along mesh axes, the first major, as its number along the same axes in another order.
 
     >>> [renumbered(n, ("x", "y"), ("y", "x"), {"x": 2, "y": 3}) for n in range(6)]
     [0, 2, 4, 1, 3, 5]

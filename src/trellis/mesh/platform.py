@@ -1,4 +1,4 @@
-"""Where a computation will run, asked while it is traced, and what devices are."""
+"""Where a computation will run, asked while it is traced, and of what kind devices are."""
 
 import os
 import re
@@ -9,31 +9,31 @@ import jax
 
 from trellis.cores import usable_cores
 
-_THREADS = 8  # of a CPU device, where its collectives may keep some of them
+_THREADS = 8  # for each CPU device, since its collectives may hold some of them
 
 
 def platform_of(x: jax.Array) -> str:
     """The platform, "cpu", "cuda", "tpu" or another, that a value being traced will live on.
 
-    A mesh says it, also one of devices that are not here (ahead-of-time compilation); without a mesh it is JAX's
+    A mesh says it, even one of devices that are not here (ahead-of-time compilation). Without a mesh, it is JAX's
     default backend.
     """
     return _named(getattr(_device(x), "platform", None) or jax.default_backend())
 
 
 def platform_of_devices(devices: jax.sharding.Mesh | Sequence[Any]) -> str:
-    """The platform, "cpu", "cuda", "tpu" or another, of a mesh or of devices, which are all of one."""
+    """The platform, "cpu", "cuda", "tpu" or another, of a mesh or of devices, which all share one."""
     first = devices.devices.flat[0] if isinstance(devices, jax.sharding.Mesh) else devices[0]
     return _named(first.platform)
 
 
 def are_cpus(devices: jax.sharding.Mesh | Sequence[Any]) -> bool:
-    """Whether a mesh or devices are of a CPU, which may stand for a larger machine."""
+    """Whether a mesh or devices are a CPU's, which may stand in for a larger machine."""
     return platform_of_devices(devices) == "cpu"
 
 
 def all_devices() -> list[Any]:
-    """JAX's devices. Where this is the first look at them, several of a CPU are left threads for their collectives."""
+    """JAX's devices. If this is the first look at them, several of a CPU get threads for their collectives."""
     forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     asked: Any = jax.config
     if (count := max(asked.jax_num_cpu_devices, *map(int, forced), 1)) > 1:
@@ -42,13 +42,13 @@ def all_devices() -> list[Any]:
 
 
 def leave_threads(devices: int) -> None:
-    """Has XLA's CPU client start with threads for several collectives of each device at once.
+    """Makes XLA's CPU client start with threads for several collectives of each device at once.
 
-    Operations that do not wait for each other run at the same time, also those of two programs, and a collective keeps
-    its thread until all devices have come. XLA starts as many threads as there are cores, or devices if these are more:
-    two collectives of some devices, as a pipeline has, may keep all of them while another device finds none, and after
-    a minute XLA ends the process (JAX 0.10.2, docs/published-bugs.md, 35). What the variable `NPROC` says goes first.
-    Call it before JAX looks at its devices.
+    Operations that do not wait for each other run at the same time, even those of two programs, and a collective keeps
+    its thread until all devices have come. XLA starts as many threads as there are cores, or devices if these are more.
+    So two collectives of some devices, as in a pipeline, may keep all of them while another device finds none, and
+    after a minute XLA ends the process (JAX 0.10.2, docs/published-bugs.md, 35). The value of `NPROC` takes precedence.
+    Call this before JAX looks at its devices.
     """
     os.environ.setdefault("NPROC", str(max(usable_cores(), _THREADS * devices)))
 
@@ -64,7 +64,7 @@ def _named(platform: str) -> str:
 
 
 def device_kind_of(x: jax.Array) -> str:
-    """What their makers call the devices that a value being traced will live on, as in "NVIDIA B200"."""
+    """The maker's name for the devices that a value being traced will live on, as in "NVIDIA B200"."""
     return getattr(_device(x), "device_kind", None) or jax.devices()[0].device_kind
 
 
@@ -77,9 +77,9 @@ def _device(x: jax.Array) -> Any:
 
 
 def unrolls_loops(x: Any) -> bool:
-    """Whether a loop over layers runs faster written out: on a CPU, unless it only rehearses a larger machine.
+    """Whether a loop over layers runs faster unrolled: on a CPU, unless it only rehearses a larger machine.
 
-    More devices than processors are a rehearsal, where the time to compile counts for more.
+    More devices than processors are a rehearsal, for which the time to compile matters more.
 
     Args:
         x: an array, or a tree of them, that goes through the loop.

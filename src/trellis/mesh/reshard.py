@@ -28,7 +28,7 @@ class ReshardError(TrellisError, ValueError):
 def reshard(transition: str, x):
     """Moves an array from one sharding to another.
 
-    The text says both, so both are checked. What moves follows from it:
+    The text gives both shardings, and both are checked. What moves follows from it:
 
         a/x -> a          all-gather          (gradient: slice)
         a/x -> a ~x       all-gather          (gradient: reduce-scatter)
@@ -40,7 +40,7 @@ def reshard(transition: str, x):
 
     In explicit mode this is one `jax.reshard` for each collective, in manual
     mode the `jax.lax` collectives themselves, in auto mode a sharding
-    constraint (there are no pending sums there), without a mesh nothing.
+    constraint (there are no pending sums there). Without a mesh it does nothing.
 
     Names: those of `x`.
     Gradient: by the table, nothing, an all-gather, an all-reduce, a reduce-scatter or an all-to-all.
@@ -60,7 +60,7 @@ def reshard(transition: str, x):
 
 
 def all_gather(transition: str, x):
-    """Brings slices of a dimension together: `reshard`, where the transition is `a/x -> a` or `a/x -> a ~x`.
+    """Brings slices of a dimension together: `reshard` for a transition such as `a/x -> a` or `a/x -> a ~x`.
 
     Names: those of `x`.
     Gradient: each device's own slice of it; a reduce-scatter where the result is held as copies (`~x`).
@@ -73,7 +73,7 @@ def all_gather(transition: str, x):
 
 
 def reduce_scatter(transition: str, x):
-    """Sums over devices, each of which gets a slice: `reshard`, where the transition is `a +x -> a/x`.
+    """Sums over devices, each of which gets a slice: `reshard` for a transition such as `a +x -> a/x`.
 
     Names: those of `x`.
     Gradient: an all-gather.
@@ -86,7 +86,7 @@ def reduce_scatter(transition: str, x):
 
 
 def all_reduce(transition: str, x):
-    """Sums over devices, all of which get the whole: `reshard`, where the transition is `a +x -> a`.
+    """Sums over devices, all of which get the whole: `reshard` for a transition such as `a +x -> a`.
 
     Names: those of `x`.
     Gradient: the same on all devices; nothing moves.
@@ -99,7 +99,7 @@ def all_reduce(transition: str, x):
 
 
 def all_to_all(transition: str, x):
-    """Exchanges slices of one dimension for slices of another: `reshard`, where the transition is `a/x b -> a b/x`.
+    """Exchanges slices of one dimension for slices of another: `reshard` for a transition such as `a/x b -> a b/x`.
 
     Names: those of `x`.
     Gradient: an all-to-all, back.
@@ -224,13 +224,13 @@ def _real(axes, mesh) -> frozenset[str]:
 def place(array, axes, pending=(), copied=(), *, names=None):
     """Moves a plain array (explicit or auto mode) to the given mesh axes and states.
 
-    Where more than one collective is needed, sums settle first and each step is a move of its own (see
-    `trellis.mesh.route`): a transition of several kinds is more than XLA's partitioner finds a way for, which gathers
-    the whole array and sends several times the bytes (`benchmarks/transitions.py`).
+    If more than one collective is needed, sums are settled first and each step is a move of its own (see
+    `trellis.mesh.route`). XLA's partitioner finds no good route for a transition of several kinds: it gathers the whole
+    array and sends several times the bytes (`benchmarks/transitions.py`).
 
-    Sums that stay pending, and copies whose gradient they are, while slices go from one mesh axis to another: to the
-    compiler of JAX 0.10.2 partial sums are copies, and it sends slices to whichever device has them. Such slices are
-    gathered first, and taken then.
+    If slices go from one mesh axis to another while sums stay pending (or copies, whose gradient is such a sum), they
+    are gathered first and cut again afterwards: to the compiler of JAX 0.10.2, partial sums are copies, and it sends
+    slices to whichever device has them.
 
     Args:
         array: any sharding.
@@ -269,11 +269,11 @@ def place(array, axes, pending=(), copied=(), *, names=None):
     if state.mode == "auto":
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(axes)))
     if copied - state.copied and (idle := state.copied - copied):
-        # Of copies along other axes the gradient is settled first: compilers go from no partial sums to others at once.
+        # Settles the gradient of copies along other axes first: compilers do not turn partial sums into others at once.
         array = _move(array, names, State("explicit", state.axes, state.pending, state.copied - idle), mesh)
         state = state_of(array)
     if array.dtype == bool and state.pending and not pending:
-        # XLA ends the process where it knows the booleans that it sums over devices (docs/published-bugs.md, 36).
+        # XLA ends the process if it knows the booleans that it sums over devices (docs/published-bugs.md, 36).
         return place(array.astype("int32"), axes, pending, copied, names=names) != 0
     settled = _settled(state, axes, pending, array.shape, mesh)
     way = route(settled.axes, axes, array.shape, mesh.shape)
@@ -303,10 +303,10 @@ def _move(array, names, after: State, mesh):
 
 
 def _one_by_one(before: State, after: State) -> Iterator[State]:
-    """States on the way of slices to partial sums, or back, one mesh axis of a dimension after the other.
+    """States on the way from slices to partial sums, or back, one mesh axis of a dimension after the other.
 
-    Of slices along two axes XLA's partitioner makes partial sums over both at once with other devices' slices in the
-    places of some (docs/published-bugs.md, 28). It is what the gradient of copies does that become slices, too.
+    If slices along two axes become partial sums over both at once, XLA's partitioner puts some in the places of other
+    devices' slices (docs/published-bugs.md, 28). The gradient of copies that become slices does the same.
     """
     held, pending, copied = list(before.axes), before.pending, before.copied
     for i, (was, now) in enumerate(zip(before.axes, after.axes, strict=True)):
@@ -322,7 +322,7 @@ def _one_by_one(before: State, after: State) -> Iterator[State]:
 
 
 def _settled(state: State, axes, pending, shape, mesh) -> State:
-    """Where an array lies once its sums have settled: scattered over a dimension if all of them go there."""
+    """Where an array lies once its sums are settled: scattered over a dimension if all of them go there."""
     settled = state.pending - pending
     homes = {i for axis in settled for i in range(len(axes)) if axis in axes[i]}
     held = [tuple(axis for axis in mine if mesh.shape[axis] > 1) for mine in state.axes]
@@ -334,7 +334,7 @@ def _settled(state: State, axes, pending, shape, mesh) -> State:
 
 
 def _between(state: State, axes, pending, copied) -> State:
-    """The state on the way: what has been gathered by now is held as the copies that it is to be in the end."""
+    """The state at a step on the way: what has been gathered by then is already held as the copies that it will be."""
     sliced = {axis for mine in axes for axis in mine}
     gathered = {axis for mine in state.axes for axis in mine} - sliced
     return State("explicit", axes, pending, (state.copied - sliced) | (gathered & copied))
@@ -347,7 +347,7 @@ def _shared(before, after) -> tuple[str, ...]:
 
 
 def _changes(before, after) -> bool:
-    """Whether slices go to other devices along other mesh axes than those that they leave."""
+    """Whether slices go to other devices along mesh axes other than those that they leave."""
     left, come = [], []
     for old, new in zip(before, after, strict=True):
         same = len(_shared(old, new))

@@ -1,6 +1,6 @@
 """Rings: slices pass from device to device while each device multiplies what it has.
 
-A ring is what an all-gather or a reduce-scatter is made of, taken apart so that products run between its steps.
+A ring is an all-gather or a reduce-scatter, taken apart so that products run between its steps.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ class Ring:
     Attributes:
         axis: the mesh axis.
         both_ways: slices travel up and down the axis, each to the nearer half of the devices, so that links work in
-            both directions. A ring then takes half the steps, of the same bytes in all and of products as large.
-        chunks: how many parts each slice travels in. More chunks start sooner and cost smaller products. Sums that
-            travel gain by two: while one is on its way the product of the other runs.
+            both directions. A ring then takes half the steps, with the same bytes in all and products as large.
+        chunks: how many parts each slice travels in. With more chunks, products start sooner but are smaller. Sums that
+            travel gain from two: while one is on its way, the product of the other runs.
     """
 
     axis: str
@@ -45,7 +45,7 @@ class Ring:
     def hops(self, size: int, part: int) -> dict[int, int]:
         """How far a part travels in each direction (1 is up, to the next device) along an axis of `size` devices.
 
-        Of an even number the farthest device is as far either way: parts take turns.
+        If `size` is even, the farthest device is equally far either way: parts take turns.
         """
         if not self.both_ways:
             return {1: size - 1, -1: 0}
@@ -82,7 +82,7 @@ def gather_products(
     *,
     keep: bool = False,
 ) -> list[jax.Array]:
-    """Products of a gathered `x` with each of `others`, made of the slices as they pass.
+    """Products of a gathered `x` with each of `others`, computed from the slices as they pass.
 
     Args:
         moved: a name of `x`. Where it is also in `others` it is summed slice by slice, else it is whole in the result.
@@ -112,7 +112,7 @@ def scatter_products(
     *,
     plus: jax.Array | None = None,
 ) -> jax.Array:
-    """A device's slice of the sum of products over all devices: the partial sums travel, each device adds its own.
+    """A device's slice of the sum of products over all devices: the partial sums travel, and each device adds its own.
 
     Args:
         moved: the name of the result that ends sliced.
@@ -134,7 +134,7 @@ def scatter_products(
         shares = [local_product(a, cut(a, x), b, cut(b, y), names) for a, x, b, y in factors]
         return _added([*shares, *([] if plus is None else [cut(names, plus)]), *waits_for])
 
-    # A product that waits for a sum adds it as it is made, which costs nothing, if another product can run meanwhile.
+    # A product that waits for a sum adds it as it is computed: no cost, if another product can run in the meantime.
     busy = ring.both_ways or ring.chunks > 1
     sums: dict[tuple[int, int], jax.Array] = {}
     for distance in range(max(hops for *_, hops in ways), 0, -1):
@@ -179,7 +179,7 @@ class _Result:
                 self.held = product
                 return
             shape = [size * count if i == dim else n for i, n in enumerate(product.shape)]
-            # Everything is written once: zeros would be, too, at the cost of a product.
+            # Every element gets written: writing zeros before that would cost as much as a product.
             self.held = lax.empty(tuple(shape), self.dtype)
         self.held = with_part(self.held, product, start, dim)
 
@@ -188,7 +188,7 @@ class _Result:
 
 
 def _passing(ring: Ring, moved: Moved, names: Names, x) -> Iterator[tuple[int, int, jax.Array]]:
-    """Every device's parts of `x` as they come by: whose (places from here), which part, and the part."""
+    """Every device's parts of `x` as they come by: whose it is (in places from here), which part, and the part."""
     dim, size = names.index(moved.name), moved.size // ring.chunks
     parts = [lax.slice_in_dim(x, p * size, (p + 1) * size, axis=dim) for p in range(ring.chunks)]
     hops = [ring.hops(lax.axis_size(ring.axis), part) for part in range(ring.chunks)]
@@ -200,7 +200,7 @@ def _passing(ring: Ring, moved: Moved, names: Names, x) -> Iterator[tuple[int, i
             (by, part): _pass(ring, moved, piece, by) for (by, part), piece in here.items() if step < hops[part][by]
         }
         for (by, part), piece in here.items():
-            if step or by == 1:  # what is here from the start has come no way
+            if step or by == 1:  # this device's own parts came neither way: once
                 yield -by * step, part, piece
         here, step = coming, step + 1
 

@@ -1,4 +1,4 @@
-"""The way of an array from one sharding to another, in steps of which each is one collective."""
+"""The route of an array from one sharding to another, in steps of one collective each."""
 
 import functools
 import heapq
@@ -10,18 +10,18 @@ Axes = tuple[tuple[str, ...], ...]  # for each dimension the mesh axes that slic
 
 
 def route(before: Axes, after: Axes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Axes]:
-    """Where an array lies after each step, the last of which is `after`; empty if it is there already.
+    """Where an array lies after each step, ending with `after`; empty if it is there already.
 
-    The way on which a device sends the fewest bytes, and of several such the one with the fewest collectives. Each step
-    is one collective, or slices that move nothing:
+    It is the route on which a device sends the fewest bytes, and of several such the one with the fewest collectives.
+    Each step is one collective, or slices that move nothing:
 
         a -> a/x               slices; every device has them
         a/x b -> a b/x         an all-to-all
         a/x b/y -> a/y b/x     a permute: as many slices of each dimension, on other devices
         a/x -> a               an all-gather, after which nothing but slices follows
 
-    Several all-gathers in a row are one step, as are slices: compilers make of them what they are. A transition in
-    which different steps meet they may make by gathering everything first.
+    Several all-gathers in a row are one step, and so are several slices: compilers do these as written. A transition
+    that mixes different steps they may do by gathering everything first.
 
     Args:
         before, after: without mesh axes of size 1.
@@ -65,8 +65,8 @@ def _shortest(before: Axes, after: Axes, shape: tuple[int, ...], sizes: tuple[tu
 
 
 class _Graph:
-    """Where an array may lie, and what each step from there costs: bytes that a device sends, of an array of as many
-    bytes as it has slices at most."""
+    """Where an array may lie, and what each step from there costs, in bytes that a device sends. The array has as many
+    bytes as the square of the most slices that it can have."""
 
     def __init__(self, after: Axes, shape: tuple[int, ...], sizes: dict[str, int]):
         self.after, self.shape, self.sizes = after, shape, sizes

@@ -1,11 +1,11 @@
-"""Devices of hardware that is not here, to compile for: TPU slices and GPU nodes.
+"""Devices to compile for, of hardware that is not here: TPU slices and GPU nodes.
 
 A program lowered for these devices is compiled by the real compiler (libtpu's, or XLA's for CUDA); it cannot run.
 TPU slices need the `libtpu` package, GPU nodes JAX's CUDA plugin; neither needs the hardware.
 
 The torus facts (which slices have wrap-around links, chips per host, the chip configuration that makes one device
-of a chip's two cores) are Google Cloud's published slice tables; without them the compiler assumes a mesh without
-wrap-around and emulates some gathers with all-reduces.
+of a chip's two cores) come from Google Cloud's published slice tables. Without them, the compiler assumes a mesh
+without wrap-around and emulates some gathers with all-reduces.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from trellis.errors import TrellisError
 
 
 class TopologyError(TrellisError, ValueError):
-    """A target that does not exist, or whose compiler is not installed. The message says the fix."""
+    """A target that does not exist, or whose compiler is not installed. The message gives the fix."""
 
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -117,7 +117,7 @@ def slice_names(generation: str | None = None) -> list[str]:
 
 @functools.cache
 def _by_count() -> dict[str, str]:
-    """Names by count of cores, as clouds sell them: `v5e-16`, `v5p-128`; the cube nearest to a cube wins."""
+    """Names by count of cores, as clouds sell them: `v5e-16`, `v5p-128`; the shape nearest to a cube wins."""
     names: dict[str, str] = {}
     for name in slice_names():
         generation, shape = name.split(":")
@@ -188,8 +188,8 @@ def _attached() -> bool:
 def quiet_libtpu() -> None:
     """Tells libtpu that no TPU is attached, so that loading it asks no metadata server and prints nothing.
 
-    Only variables that are not set yet are set, and none where the machine has TPUs. It has to run before JAX looks
-    at its devices, which loads libtpu where it is installed.
+    It sets only variables that are not set yet, and none if the machine has TPUs. It has to run before JAX looks at
+    its devices, which loads libtpu if it is installed.
     """
     if _attached():
         return
@@ -212,7 +212,7 @@ def _require_libtpu(name: str) -> None:
 
 
 def slice_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
-    """The devices of a TPU slice that need not exist, to compile for.
+    """The devices of a TPU slice to compile for, which need not exist.
 
     Args:
         name: as in `v5e:4x4`, `v5p:4x4x4` or `v5e-16`; see `slice_names`.
@@ -324,7 +324,7 @@ def _cuda_plugin() -> str | None:
 
 
 def gpu_devices(name: str, hosts: int = 1, per_host: int = 8) -> list[jax.Device]:
-    """The devices of GPU nodes that need not exist, to compile for.
+    """The devices of GPU nodes to compile for, which need not exist.
 
     Args:
         name: as in `h100`.
@@ -353,7 +353,7 @@ def gpu_devices(name: str, hosts: int = 1, per_host: int = 8) -> list[jax.Device
 
 @functools.cache
 def _cuda_devices(name: str, hosts: int, per_host: int, module: str) -> tuple[jax.Device, ...]:
-    # Without a driver the plugin's version check fails; the compiler does not need what it checks.
+    # Without a driver, the plugin's version check fails; the compiler does not need what it checks.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     describe = functools.partial(
         topologies.get_topology_desc,
@@ -364,16 +364,16 @@ def _cuda_devices(name: str, hosts: int, per_host: int, module: str) -> tuple[ja
     )
     try:
         return tuple(describe().devices)
-    except NotImplementedError:  # JAX looked for plugins before the check was off, and dropped this one
+    except NotImplementedError:  # JAX looked for plugins before the check was switched off, and dropped this one
         importlib.import_module(module).initialize()
         return tuple(describe().devices)
 
 
 def target_devices(name: str) -> list[jax.Device]:
-    """The devices of any target, by the name that `trellis plan --on` has for it.
+    """The devices of any target, by the name that `trellis plan --on` takes.
 
-    `v5e:4x4` is a slice, `2xv5e:16x16` (or `2*v5e:16x16`) two of them joined by a network, `8xH100` (or `h100:8`) a
-    node of eight GPUs, `4x8xH100` (or `h100:4x8`) four such nodes.
+    `v5e:4x4` is a slice, `2xv5e:16x16` (or `2*v5e:16x16`) is two of them joined by a network, `8xH100` (or `h100:8`)
+    is a node of eight GPUs, `4x8xH100` (or `h100:4x8`) is four such nodes.
 
     Raises:
         TopologyError: no such target, or its compiler is not installed.

@@ -1,4 +1,4 @@
-"""What depends on what in a program: values made of parameters alone, or of no argument at all, what its communication
+"""What depends on what in a program: values made of parameters alone or of no argument at all, what its communication
 moves, what loops repeat, and what is zero."""
 
 import math
@@ -15,11 +15,11 @@ VIEWS = frozenset(
 ) | {ENTER, LEAVE}
 # The same numbers elsewhere, or rounded.
 MOVES = frozenset("reshard convert_element_type all_gather all_gather_reduced all_gather_invariant".split())
-# Elements of a result are made of several of an operand, by how the operations' names begin.
+# How the names begin of operations that make an element of a result from several of an operand.
 _MIXING = ("dot_general", "ragged_dot", "conv_", "reduce_", "gather", "scatter", "cum", "sort", "arg", "top_k")
 # A part of them.
 PARTS = frozenset(("split", "dynamic_slice"))
-# Of zeros they make zeros.
+# Operations that make zeros of zeros.
 _KEEPS_ZEROS = VIEWS | MOVES | PARTS | {"broadcast_in_dim", "add", "add_any", "sub", "neg"}
 
 
@@ -48,7 +48,7 @@ def of_parameters(program: Program) -> set[Value]:
 
 
 def constants(program: Program) -> set[Value]:
-    """The values that are made of no argument and are the same in every turn: a compiler may know them beforehand."""
+    """The values that are made of no argument and are the same in every turn: a compiler may know them in advance."""
     found: set[Value] = set()
     given = set(program.inputs)
 
@@ -126,7 +126,7 @@ def zeros(program: Program) -> set[Value]:
                 found.update(operation.results if all(map(zero, read)) else ())
 
     def enter(operation: Operation, body: Body) -> None:
-        """What a loop carries is zero where it is at first, and after a turn of which it is assumed."""
+        """What a loop carries is zero if it is at first, and still is after a turn for which that is assumed."""
         first, count = operation.carries
         assumed = {inner for inner, outer in operation.entering(body) if zero(outer)}
         while True:
@@ -143,12 +143,12 @@ def zeros(program: Program) -> set[Value]:
 
 
 def repeats(program: Program) -> dict[Operation, int]:
-    """Of each operation, in how many of its runs it has the same operands: turns of loops that do not change them.
+    """In how many of its runs each operation has the same operands: turns of loops that do not change them.
 
     A compiler may do it once for all of them.
     """
     none: frozenset[Frame] = frozenset()
-    changing: dict[Value, frozenset[Frame]] = {}  # the loops from turn to turn of which a value is another one
+    changing: dict[Value, frozenset[Frame]] = {}  # the loops that change a value from turn to turn
     found: dict[Operation, int] = {}
 
     def read(body: Body) -> None:
@@ -183,13 +183,13 @@ def _scans_around(operation: Operation) -> Iterator[tuple[Frame, int]]:
 
 
 def _read(operation: Operation) -> list[Value]:
-    """The values that results are made of: of a part that is picked, not where it stands."""
+    """The values that results are made of; for a part that is picked, not its position."""
     return [v for v in operation.operands[:1] if v.literal is None] if operation.name in PARTS else operation.inputs
 
 
 def _carried_whole(loop: Operation, body: Body) -> list[bool]:
-    """Of each result of a loop's body, whether the next turn reads it: carries, but for those that a turn writes a part
-    of, as results are stacked."""
+    """For each result of a loop's body, whether the next turn reads it: it reads carries, except those that a turn
+    writes a part of, as when results are stacked."""
     first, count = loop.carries
     carries = [inner for inner, _ in loop.entering(body)[first : first + count]]
 
@@ -202,10 +202,10 @@ def _carried_whole(loop: Operation, body: Body) -> list[bool]:
 
 
 class Parameters:
-    """Which parameter a communication is of.
+    """Finds which parameter a communication moves.
 
-    A gathered value is a view of a parameter; a reduced gradient ends, by operations on single elements, in the result
-    that takes the parameter's place.
+    A gathered value is a view of a parameter. A reduced gradient ends, by elementwise operations, in the result that
+    takes the parameter's place.
     """
 
     def __init__(self, program: Program):
@@ -229,7 +229,7 @@ class Parameters:
         return self._end(operation.results[0]) if operation.results else ""
 
     def _end(self, value: Value) -> str:
-        """The parameter that a value becomes a part of the change of."""
+        """The parameter whose change a value becomes a part of."""
         queue, seen = [value], {value}
         while queue:
             value = queue.pop(0)
@@ -251,7 +251,7 @@ class Parameters:
 
 
 def origin(value: Value) -> Value:
-    """What a value is a view, a slice, a cast or a gathered copy of, out of the loops that it stands in."""
+    """What a value is a view, a slice, a cast or a gathered copy of, outside the loops that it is in."""
     while True:
         maker = value.maker
         if maker is not None and maker.name in VIEWS | MOVES | PARTS and maker.operands[0].literal is None:

@@ -1,4 +1,4 @@
-"""The collectives of manual mode (`shard_map`), where they are operations on one device's slices."""
+"""The collectives of manual mode (`shard_map`), which are operations on one device's slices."""
 
 import dataclasses
 import math
@@ -47,14 +47,14 @@ def moves(operation: Operation, sizes: Mapping[str, int]) -> Iterator[tuple[Move
             return
         axes = axes_of_pairs(pairs, {axis: sizes[axis] for axis in axes_over(operation)}) or axes
     note = "at most: the sizes are known when it runs" if operation.name == "ragged_all_to_all" else ""
-    for before, after in zip(operation.operands, operation.results):  # a ragged exchange has its sizes behind
+    for before, after in zip(operation.operands, operation.results):  # a ragged exchange's sizes come last
         payload = (after if kind == "all-gather" else before).num_bytes
         if axes and payload:
             yield Move(kind, axes, payload, wire_bytes(kind, count, payload)), before, after, note
 
 
 def text_of(scope: str, value: Value) -> str | None:
-    """The transition that the language wrote into a name scope, if this operand can be its left side."""
+    """The transition that Trellis wrote into a name scope, if this operand can be its left side."""
     found = transition_in(scope)
     if found is None:
         return None

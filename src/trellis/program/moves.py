@@ -1,8 +1,8 @@
 """What it takes to bring an array from one placement on the mesh to another: the collectives and their bytes.
 
 Bytes on the wire are what one device sends around a ring of the n devices that take part, the least that a ring
-needs; a compiler that does better than a ring (switches that reduce, tori with several links) moves fewer over the
-slowest link but not fewer in all:
+needs. A compiler that does better than a ring (switches that reduce, tori with several links) moves fewer over the
+slowest link, but not fewer in all:
 
 | collective     | payload on one device    | bytes sent             |
 |----------------|--------------------------|------------------------|
@@ -55,10 +55,10 @@ class Move:
 def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, int]) -> list[Move]:
     """The collectives from one placement to another, as XLA's partitioner makes them (compiled for TPU and GPU).
 
-    - Pending sums settle first: a reduce-scatter where all of them scatter over one dimension, otherwise one
+    - Pending sums settle first: a reduce-scatter if all of them scatter over one dimension, otherwise one
       all-reduce over all of them together, whatever is sliced afterwards.
-    - Where each dimension has as many slices as before, on other devices, one permute brings them there.
-    - Else slices follow, which move nothing, and all-to-alls.
+    - If each dimension then has as many slices as before, on other devices, one permute brings them there.
+    - Otherwise slices follow, which move nothing, and all-to-alls.
     - All-gathers come last, the last dimension first. Gathering over a mesh axis that is major to one that stays takes
       a permute before it, and so does changing the mesh axis of a dimension.
     - Slices that become a pending sum over the same mesh axes are each device's part of it: nothing moves.
@@ -154,7 +154,7 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
 
 
 def _elsewhere(was: Sequence[str], now: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
-    """The mesh axes of a dimension of as many slices before and after along which other devices get a slice.
+    """The mesh axes along which other devices get a slice, of a dimension with as many slices before as after.
 
     >>> _elsewhere(("x", "y"), ("x", "z"), {"x": 2, "y": 2, "z": 2})
     ['y', 'z']

@@ -1,4 +1,4 @@
-"""Between which devices of a mesh something is exchanged or sent, as mesh axes."""
+"""The mesh axes along which devices exchange or send something."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def axes_met(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[
 
 
 def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int], *, some: bool = False) -> tuple[str, ...]:
-    """The mesh axes along which a permute moves: everywhere in the same way, to no device from two.
+    """The mesh axes along which a permute moves: in the same way everywhere, and to no device from two.
 
     Args:
         pairs: who sends to whom, as positions in the mesh's devices.
@@ -44,7 +44,7 @@ def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int], *, 
     axes = axes_met(pairs, mesh)
     if found := _if_along(axes, pairs, mesh):
         return found
-    # One that moves along an axis on some devices, and on others not at all, is along the axis that tells them apart.
+    # If one moves along an axis on some devices and not on others, it is also along the axis that tells them apart.
     stays = any(source == target for source, target in pairs)
     rest = [axis for axis in mesh if axis not in axes]
     counts = range(1, len(rest) + 1) if some else (1,) if stays else ()
@@ -54,7 +54,7 @@ def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int], *, 
 
 
 def _if_along(axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes, if a permute does the same along them wherever it stands along the others."""
+    """The axes, if a permute does the same along them at every place along the others."""
     sources, targets = zip(*pairs)
     others = math.prod(mesh.values()) // math.prod(mesh[axis] for axis in axes)
     before, after = (
@@ -67,5 +67,5 @@ def _if_along(axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], mesh: Map
 
 
 def places_in(devices, sizes) -> tuple[np.ndarray, ...]:
-    """Positions in a mesh of these sizes, as one along each axis."""
+    """Positions in a mesh of these sizes, each as its position along every axis."""
     return np.unravel_index(np.array(devices), tuple(sizes))

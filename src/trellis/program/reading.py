@@ -1,9 +1,9 @@
-"""One reading of a program: a jaxpr as operations in order, with its calls written out and its loops as bodies.
+"""One reading of a program: a jaxpr as operations in order, with its calls inlined and its loops as bodies.
 
 A jaxpr holds programs within equations: calls (of `jit`, `remat`, custom derivatives, `shard_map`), loops and branches.
-Here a call's operations stand where it was made, so that a value has one name inside and outside of it, and only loops
+Here a call's operations stand where the call was, so that a value has one name inside and outside it, and only loops
 and branches have bodies of their own. Each operation knows how often it runs, in which pass, which line of the user's
-program made it, and who made and who reads its values. The ledger, memory and work are views of this.
+program made it, and what made and what reads its values. The ledger, memory and work are views of this.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ from trellis.program.scopes import direction_of, share_of_turns
 from trellis.program.sizes import local_bytes, local_shape, state_at
 from trellis.program.source import label_of, source_of
 
-# A call of `shard_map` is written out between these: its operands become slices, and its results whole arrays.
+# A call of `shard_map` is inlined between these: its operands become slices, and its results whole arrays.
 ENTER, LEAVE = "enter shard_map", "leave shard_map"
-# One operation to the device, whatever the program inside says.
+# Each is one operation to the device, whatever the program inside says.
 KERNELS = frozenset(
     "pallas_call custom_call ffi_call tpu_custom_call dot_product_attention_fwd dot_product_attention_bwd "
     "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper".split()
 )
 # Begins the names of marks that Trellis makes itself, by JAX's `checkpoint_name`.
 OWN_MARK = "trellis "
-# Ends those of values that are kept only where a policy names them.
+# Ends the names of marks of values that are kept only if a policy names them.
 IF_NAMED = " if named"
 # Their jaxprs say how to combine two elements.
 _COMBINE = ("reduce", "reduce_window", "select_and_scatter_add")
@@ -47,9 +47,9 @@ class Value:
         frame: where it is made.
         readers: the operations that read it, each once.
         literal: a number that is written in place; None if it is not one.
-        number: the same, also of an argument of a call that is given one.
-        outer: of a body's input, the operand of the loop or branch that it has in the first turn.
-        fixed: whether it has that in all turns.
+        number: the same, also for an argument of a call that is given one.
+        outer: for a body's input, the operand of the loop or branch that it is in the first turn.
+        fixed: whether it is that in all turns.
     """
 
     def __init__(self, aval: Any, frame: "Frame", maker: "Operation | None" = None, position: int = 0):
@@ -67,7 +67,7 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole array; of one device's slice inside `shard_map`."""
+        """The shape of the whole array; inside `shard_map`, of one device's slice."""
         return getattr(self.aval, "shape", ())
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class Value:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of a device's memory: none of what lies in the host's."""
+        """Bytes in a device's memory: 0 if it lies in the host's."""
         return 0 if self.on_host else self.num_bytes
 
     @property
@@ -97,12 +97,12 @@ class Value:
 
 
 class Frame:
-    """What an operation stands in: the program, a call that was written out, or the body of a loop or a branch.
+    """What an operation stands in: the program, a call that was inlined, or the body of a loop or a branch.
 
     Attributes:
         outer: the frame around; None for the program's own.
         equation: the call, the loop or the branch.
-        is_body: whether this is a body, and not a call.
+        is_body: whether this is a body and not a call.
         around: all frames around.
         last: the number of its last operation.
     """
@@ -113,7 +113,7 @@ class Frame:
 
     @functools.cached_property
     def scope(self) -> str:
-        """Name scopes around, one after the other."""
+        """The name scopes around it, one after the other."""
         return _joined(self.outer, self.equation) if self.outer is not None else ""
 
     @functools.cached_property
@@ -132,10 +132,10 @@ class Operation:
 
     Attributes:
         name: of the JAX primitive.
-        equation: as JAX has it; of `ENTER` and `LEAVE` that of the `shard_map`.
+        equation: as JAX has it; for `ENTER` and `LEAVE`, that of the `shard_map`.
         operands, results: its values.
         frame: what it stands in.
-        times: how often a call of the program runs it: lengths of scans multiplied out, `while` loops by one turn.
+        times: how often a call of the program runs it: lengths of scans multiplied out, `while` loops as one turn.
         number: its place in the program.
         bodies: the body of a scan; the condition and the body of a while loop; the branches of a conditional; the
             program of a call that does not take its operands as they are.
@@ -161,7 +161,7 @@ class Operation:
 
     @functools.cached_property
     def scope(self) -> str:
-        """Name scopes, those around included."""
+        """Name scopes, including those around it."""
         return _joined(self.frame, self.equation)
 
     @property
@@ -188,7 +188,7 @@ class Operation:
         return label_of(self.equation) or self.frame.label
 
     def entering(self, body: "Body") -> list[tuple[Value, Value]]:
-        """Each input of a body, and the operand that it has in the first turn."""
+        """Each input of a body, and the operand that it is in the first turn."""
         skip, kept = 0, len(body.inputs)
         if self.name == "while":
             own = self.params["cond_nconsts"], self.params["body_nconsts"]
@@ -209,7 +209,7 @@ class Operation:
 
     @property
     def mark(self) -> str:
-        """The name that `save` gave its result; nothing where it is no such mark."""
+        """The name that `save` gave its result; empty if it is no such mark."""
         given = self.params["name"] if self.name == "name" else ""
         return "" if given.startswith(OWN_MARK) else given.removesuffix(IF_NAMED)
 
@@ -220,13 +220,13 @@ class Operation:
 
     @property
     def carries(self) -> tuple[int, int]:
-        """Of a loop: inputs of its body before those that it carries from turn to turn, and how many it carries."""
+        """For a loop: how many inputs its body has before those carried from turn to turn, and how many it carries."""
         if self.name == "scan":
             return scan_counts(self.params)
         return (self.params["body_nconsts"], len(self.results)) if self.is_loop else (0, 0)
 
     def constants(self, body: "Body") -> int:
-        """How many of a body's first inputs are the same in all turns: all of a branch's."""
+        """How many of a body's first inputs are the same in all turns: for a branch, all of them."""
         if not self.is_loop:
             return len(body.inputs)
         of_condition = self.name == "while" and body is self.bodies[0]
@@ -245,9 +245,9 @@ class Body:
     """A program, or the body of a loop or a branch: inputs, operations in order, results.
 
     Attributes:
-        frame: its own; operations of calls that were written out stand in frames within.
-        inputs: its arguments; of a scan constants, carries, and one turn's slices.
-        results: of a scan carries, and what is stacked.
+        frame: its own; operations of calls that were inlined stand in frames within.
+        inputs: its arguments; for a scan: constants, carries, and one turn's slices.
+        results: for a scan: carries, and what is stacked.
     """
 
     def __init__(self, frame: Frame):
@@ -257,7 +257,7 @@ class Body:
         self.results: list[Value] = []
 
     def walk(self) -> Iterator[Operation]:
-        """Every operation, those of bodies after the one that holds them."""
+        """Every operation; those of bodies come after the one that holds them."""
         for operation in self.operations:
             yield operation
             for body in operation.bodies:
@@ -285,8 +285,8 @@ class Program(Body):
     """A whole program.
 
     Attributes:
-        arguments: what its inputs are, where that is known.
-        mesh: the sizes of the mesh axes of its arguments, and of those that were met on the way.
+        arguments: what its inputs are, if that is known.
+        mesh: the sizes of the mesh axes of its arguments, and of those met in its equations.
         auto: mesh axes that are left to the compiler.
     """
 
@@ -300,7 +300,7 @@ class Program(Body):
 
 
 class _Reader:
-    """Writes jaxprs out as bodies."""
+    """Turns jaxprs into bodies."""
 
     def __init__(self, mesh: dict[str, int]):
         self.mesh, self.met, self.number = mesh, set(), 0
@@ -353,7 +353,7 @@ class _Reader:
         return list(operation.results)
 
     def call(self, equation, inner: Jaxpr, operands: list[Value], body: Body, frame: Frame, times: int) -> list[Value]:
-        """A call, written out."""
+        """Inlines a call."""
         own = Frame(frame, equation)
         mapped = equation.primitive.name == "shard_map"
         inputs = []
@@ -390,7 +390,7 @@ class _Reader:
 
 
 def jaxprs_in(equation: JaxprEqn) -> list[Jaxpr]:
-    """The programs that an equation runs: of a call, a loop, branches; none of a kernel."""
+    """The programs that an equation runs: those of a call, a loop or branches; none for a kernel."""
     name = equation.primitive.name
     if name in _COMBINE or name in KERNELS or name.startswith("scatter"):
         return []

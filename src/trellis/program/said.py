@@ -1,11 +1,11 @@
-"""What the author of a piece of a program says of it, in a name scope, where a jaxpr does not say it.
+"""What a program states about itself in name scopes, because its jaxpr does not say it.
 
-That is a kernel's work and its mask, how often a loop runs, how much of a buffer is filled:
+That is a kernel's work and its mask, how often a loop runs, and how much of a buffer is filled:
 
     with kernel_work("attention", flops=4.0 * batch * heads * pairs * head_dim):
         out = kernel(q, k, v)
 
-The planner reads it, and the proof of a compiled program; nothing is computed differently.
+The planner reads it, and so does the proof of a compiled program; nothing is computed differently.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from trellis.program.reading import Operation
 
 
 def kernel_work(kind: str, flops: float) -> contextlib.AbstractContextManager:
-    """The scope of a kernel's call: what its forward pass computes on one device.
+    """The scope of a kernel's call, which says what its forward pass computes on one device.
 
-    Kernels of the backward pass stand in the scope too. One of "attention" makes two products in the forward pass; in
-    the backward pass one that gives one gradient makes three, two four, and all of them at once five. Of another kind,
-    one does as much as the forward pass: where that is not so, the backward function has a scope of its own.
+    Kernels of the backward pass are in the scope, too. An "attention" kernel makes two products in the forward pass. In
+    the backward pass it makes three if it gives one gradient, four if it gives two, and five if it gives all of them. A
+    kernel of another kind does as much as in the forward pass; if not, the backward function has a scope of its own.
 
     Args:
         kind: "attention" or "product".
@@ -34,7 +34,7 @@ def kernel_work(kind: str, flops: float) -> contextlib.AbstractContextManager:
 def grouped_work(
     rows: int, inner: int, columns: int, *, groups: int, tile: int, over_rows: bool = False
 ) -> contextlib.AbstractContextManager:
-    """The scope of a kernel for sorted rows with a matrix for each group of them.
+    """The scope of a kernel for sorted rows, with one matrix for each group of them.
 
     Args:
         rows: at most; in a buffer (`filled_rows`) those that are filled count.
@@ -49,7 +49,7 @@ def grouped_work(
 
 
 def kernel_mask(before: int, after: int, ahead: int) -> contextlib.AbstractContextManager:
-    """The scope of an attention kernel whose mask is a function inside of it: which keys a query sees.
+    """The scope of an attention kernel whose mask is a function inside it: says which keys a query sees.
 
     Args:
         before: how many before its own position.
@@ -60,14 +60,14 @@ def kernel_mask(before: int, after: int, ahead: int) -> contextlib.AbstractConte
 
 
 def filled_rows(even: int, room: int) -> contextlib.AbstractContextManager:
-    """The scope of what is done to a buffer of rows: an even load fills so many of its rows."""
+    """The scope of what is done to a buffer of rows: says how many of them an even load fills."""
     return jax.named_scope(f"filled({even} of {room})")
 
 
 def loop_turns(
     rows: int, a_turn: int, *, groups: int = 1, before: int = 0, by_load: bool = False
 ) -> contextlib.AbstractContextManager:
-    """The scope of a `while` loop over rows: how often it runs.
+    """The scope of a `while` loop over rows: says how often it runs.
 
     Args:
         rows: of them; in a buffer (`filled_rows`) those that are filled count.
@@ -85,7 +85,7 @@ def interleaved(parts: int) -> contextlib.AbstractContextManager:
 
 
 def laid_out_anew(slower: float) -> contextlib.AbstractContextManager:
-    """The scope of an array's mark (`tr.save`): compilers copy the array before what reads it.
+    """The scope of an array's mark (`tr.save`): compilers copy the array before it is read.
 
     Args:
         slower: how much longer the copy takes than its bytes do where they are streamed; 0 where nothing is copied.
@@ -94,7 +94,7 @@ def laid_out_anew(slower: float) -> contextlib.AbstractContextManager:
 
 
 def as_it_lies() -> contextlib.AbstractContextManager:
-    """The scope of a transpose that moves nothing: an array is read in the order in which compilers have it."""
+    """The scope of a transpose that moves nothing: the array is read in the order in which compilers have it."""
     return jax.named_scope("lies()")
 
 
@@ -104,7 +104,7 @@ _TURNS = re.compile(r"turns\((\d+) rows (\d+) a turn (\d+) groups (\d+) before( 
 _INTERLEAVED = re.compile(r"interleaved\(in (\d+)\)")
 _ANEW = re.compile(r"anew\(([0-9.]+)\)")
 _SEES = re.compile(r"sees\((\d+) before (\d+) after (-?\d+) ahead\)")
-# Products of an attention kernel in the backward pass, by how many gradients it gives; of the forward pass's two.
+# Products of an attention kernel in the backward pass, by how many gradients it gives; the forward pass has two.
 _GRADIENT_PRODUCTS = {1: 3, 2: 4, 3: 5}
 
 
@@ -133,14 +133,14 @@ def grouped_said(operation: Operation, load: float) -> tuple[float, tuple[int, i
         return None
     rows, inner, columns, groups, tile = map(int, found[-1][1:])
     filled = rows * share_filled(operation, load)
-    # The last tile of each group is half full, in the mean of all sizes.
+    # The last tile of each group is half full, on average over all sizes.
     rows = min(round(filled) + groups * tile // 2, rows + groups * tile)
     dims = (rows, inner, columns) if found[-1][0] == "product" else (inner, -(-rows // groups), columns)
     return 2.0 * rows * inner * columns, dims, filled
 
 
 def mask_said(op_name: str) -> tuple[int, int, int] | None:
-    """What `kernel_mask` was given, of a kernel of a compiled program; None where nobody says.
+    """What `kernel_mask` was given for a kernel of a compiled program; None if nothing is said.
 
     >>> mask_said("jit(step)/transpose(jvp(sees(127 before 0 after 256 ahead)))/splash_mha_dq")
     (127, 0, 256)
@@ -163,7 +163,7 @@ def share_filled(operation: Operation, load: float) -> float:
 
 
 def share_sent(scope: str, rows: int, load: float | None) -> float:
-    """The share of its operand's rows that a ragged exchange sends, of a program or of a compiled one.
+    """The share of its operand's rows that a ragged exchange sends, in a program or in a compiled one.
 
     Args:
         scope: the name scopes that it stands in.
@@ -178,7 +178,7 @@ def share_sent(scope: str, rows: int, load: float | None) -> float:
 
 
 def anew_said(operation: Operation) -> float:
-    """How much longer than streamed bytes a mark's array takes to be laid out anew; 0 where it stays as it is."""
+    """How much longer a marked array takes to be laid out anew than to be streamed; 0 if it stays as it is."""
     found = _ANEW.findall(operation.scope) if operation.mark else ()
     return float(found[-1]) if found else 0.0
 
@@ -189,7 +189,7 @@ def lies_so(operation: Operation) -> bool:
 
 
 def parts_said(scope: str) -> int:
-    """Of how many parts of a batch that go side by side an operation is of one; 1 where nobody says.
+    """How many parts of a batch run side by side, if an operation is in one of them; 1 if nothing is said.
 
     >>> parts_said("jit(step)/interleaved(in 2)/all_to_all"), parts_said("jit(step)/all_to_all")
     (2, 1)
@@ -198,7 +198,7 @@ def parts_said(scope: str) -> int:
 
 
 def turns_said(loop: Operation, load: float) -> int:
-    """How often a `while` loop runs; once where nobody says.
+    """How often a `while` loop runs; once if nothing is said.
 
     Args:
         loop: the loop.
@@ -209,7 +209,7 @@ def turns_said(loop: Operation, load: float) -> int:
 
 
 def turns_in(op_name: str, load: float) -> int | None:
-    """The same of a loop of a compiled program, whose scopes stand in its name; None where nobody says.
+    """The same for a loop of a compiled program, whose scopes are in its name; None if nothing is said.
 
     >>> turns_in("jit(step)/while/body/turns(1000 rows 300 a turn 1 groups 1 before load)/while", 1.0)
     3
@@ -226,7 +226,7 @@ def _filled(scope: str, load: float) -> float:
 
 
 def _turns(own: str, scope: str, load: float) -> int | None:
-    """By what is said of the loop itself, and in the scopes around it too."""
+    """How often a loop runs, by what its own scope says and the scopes around it."""
     found = _TURNS.findall(own)
     if not found:
         return None

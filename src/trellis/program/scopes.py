@@ -1,4 +1,4 @@
-"""What name scopes say of an operation: its pass, and the names that the language wrote there.
+"""What name scopes say of an operation: its pass, and the names that Trellis wrote there.
 
 A `reshard` runs under the scope `reshard[embed/data mlp -> embed mlp ~data]`; types themselves have no names.
 """
@@ -26,7 +26,7 @@ _SCOPE = re.compile(r"[A-Za-z_]\w*\[([^\[\]]*)\]")
 
 
 def names_of(scope: str, ndim: int) -> tuple[str, ...] | None:
-    """The dimension names that the language wrote into a name scope, if they are of that many dimensions.
+    """The dimension names that Trellis wrote into a name scope, if it has that many dimensions.
 
     >>> names_of("jit(f)/transpose(jvp(reshard[embed/data mlp -> embed mlp ~data]))", 2)
     ('embed', 'mlp')
@@ -41,7 +41,7 @@ def names_of(scope: str, ndim: int) -> tuple[str, ...] | None:
 
 
 def names_behind(scope: str, dims: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """`names_of` under a `vmap`, whose dimensions stand in front: the names of the others, sliced as in the text.
+    """`names_of` under a `vmap`, whose dimensions come first: the names of the others, sliced as in the text.
 
     Args:
         scope: a name stack.
@@ -68,9 +68,9 @@ _TEXT = re.compile(r"(?:reshard|ring)\[([^\[\]]*->[^\[\]]*)\]")
 
 
 def transition_in(scope: str) -> tuple[Shape, Shape] | None:
-    """The transition that the language wrote into a name scope.
+    """The transition that Trellis wrote into a name scope.
 
-    In the backward pass it is the transition's gradient: the other way around, `+x` where it was `~x`.
+    In the backward pass it is the transition's gradient: the other way round, with `+x` for `~x`.
 
     >>> " -> ".join(map(str, transition_in("transpose(jvp(reshard[embed/data mlp -> embed mlp ~data]))")))
     'embed mlp +data -> embed/data mlp'
@@ -85,7 +85,7 @@ def transition_in(scope: str) -> tuple[Shape, Shape] | None:
 
 
 def sometimes(runs: int, of: int) -> contextlib.AbstractContextManager:
-    """The scope of a conditional in a loop: in how many of its turns some device takes the costly branch."""
+    """The scope of a conditional in a loop: says in how many of its turns some device takes the costly branch."""
     return jax.named_scope(f"sometimes({runs} of {of})")
 
 
@@ -93,7 +93,7 @@ _SOMETIMES = re.compile(r"sometimes\((\d+) of (\d+)\)(?:/cond)?$")
 
 
 def share_of_turns(scope: str) -> tuple[int, int]:
-    """In how many of how many turns a conditional takes its costly branch: all, where nobody says.
+    """In how many of how many turns a conditional takes its costly branch: in all, if nothing is said.
 
     >>> share_of_turns("while/body/sometimes(4 of 16)"), share_of_turns("while/body")
     ((4, 16), (1, 1))

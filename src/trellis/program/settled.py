@@ -22,7 +22,7 @@ from trellis.program.scopes import names_of
 Axes = frozenset[str]
 _NONE: Axes = frozenset()
 
-# What a compiler moves a sum past: a sum of results is the result of the sum.
+# Operations that a compiler moves a sum past: the sum of their results is their result for the sum.
 _LINEAR = {ENTER, LEAVE}.union(
     "add add_any sub neg mul div select_n convert_element_type reduce_precision reshape transpose broadcast_in_dim "
     "squeeze expand_dims slice dynamic_slice dynamic_update_slice concatenate pad rev split copy name reduce_sum "
@@ -40,7 +40,7 @@ def refuse_resettled(program: Program) -> None:
 
 
 class _Reader:
-    """Follows, through a program, along which mesh axes values are sums that were settled."""
+    """Follows through a program along which mesh axes each value is a sum that was settled."""
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes, self.states = sizes, States(sizes)
@@ -82,7 +82,7 @@ class _Reader:
                     yield from implied.move.axes
 
     def cast(self, operation: Operation) -> Iterator[str]:
-        """The mesh axes along which this operation makes a value a pending sum that was none."""
+        """The mesh axes along which this operation makes a pending sum of a value that was none."""
         if operation.name == "reshard":
             before, after = operation.operands[0].state, operation.results[0].state
             yield from (a for a in after.pending - before.pending - set(before.sliced) if self.sizes.get(a, 1) > 1)

@@ -10,7 +10,7 @@ from trellis.notation.typeof import short_dtype
 
 
 def state_at(aval, *, auto: bool = False) -> State:
-    """Where a value lies by its type, along explicit mesh axes; `auto`: along those left to the compiler, too.
+    """Where a value lies by its type, along explicit mesh axes; with `auto`, also along those left to the compiler.
 
     `spec.partitions` is read, never the spec's items: JAX refuses to index a spec that has states.
     """
@@ -40,7 +40,7 @@ def is_auto(aval) -> bool:
 
 
 def itemsize(dtype) -> float:
-    """Bytes of one element; random keys count as their two words, changes of whole numbers as nothing."""
+    """Bytes of one element; random keys count as their two words, tangents of whole numbers as nothing."""
     if dtype == jax.dtypes.float0:
         return 0
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
@@ -71,5 +71,5 @@ def local_bytes(aval) -> int:
 
 
 def typed(aval, names: tuple[str, ...] | None = None) -> str:
-    """A type in the notation: `f32[batch/data pos embed]`, with sizes where there are no names."""
+    """A type in the notation: `f32[batch/data pos embed]`, with sizes if there are no names."""
     return f"{short_dtype(aval.dtype)}[{state_at(aval, auto=True).words(names or aval.shape)}]"

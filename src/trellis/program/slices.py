@@ -1,23 +1,23 @@
-"""How slices lie in what is made of them, as far as that is known: of manual programs, where types do not say it."""
+"""How the results of operations on slices are sliced, as far as that is known: types of manual programs do not say."""
 
 import math
 
 from trellis.program.reading import Operation
 from trellis.program.rules import RULES, placed, updated_dims
 
-# What takes, adds or repeats elements along dimensions.
+# Operations that take, add or repeat elements along dimensions.
 _ALONG = frozenset("slice pad concatenate dynamic_slice dynamic_update_slice split tile".split())
-# Some elements of a slice are a slice of as many elements fewer, over the same mesh axes in the same order.
+# Operations that leave a slice of fewer elements, over the same mesh axes in the same order.
 _CUT = frozenset("slice dynamic_slice split".split())
 
 
-# What stands before the name of a mesh axis along which a dimension differs without being sliced: `h d/y` joined is one
-# dimension, of which no device has a slice. Joined alike, two of them may meet.
+# Stands before the name of a mesh axis along which a dimension differs without being sliced: `h d/y` joined is one
+# dimension, of which no device has a slice. Two that are joined alike may meet.
 JOINED = "*"
 
 
 def slices_kept(operation: Operation, operands: list[tuple], shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
-    """How a result of each device's own work is sliced, as far as this is known: no axes where it is not.
+    """How a result of each device's own work is sliced, as far as this is known: no axes if it is not.
 
     Args:
         operands: for each operand, for each dimension, the mesh axes that slice it, or that are `JOINED` in it.
@@ -31,7 +31,7 @@ def slices_kept(operation: Operation, operands: list[tuple], shape: tuple[int, .
         for index, target in windows(operation):
             dims[target] = max(dims[target], operands[2][index], key=len)
         return tuple(dims)
-    if name == "broadcast_in_dim":  # of one slice of size 1 every element is the same
+    if name == "broadcast_in_dim":  # every element comes from one slice of size 1
         sizes = zip(operation.operands[0].shape, operation.params["broadcast_dimensions"], operands[0])
         operands = [tuple(axes if size == shape[target] else () for size, target, axes in sizes)]
     if name in RULES and name != "reshard":
@@ -63,11 +63,11 @@ def broadcasts(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 
 def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> tuple[tuple[str, ...], ...]:
-    """A reshape keeps the slices of a dimension that keeps its size and what stands before it. Of one that is cut into
-    several the first has them, and of several that are joined the result has those of the first, if it alone has any;
-    else they are `JOINED` in it.
+    """How a reshape's result is sliced. A dimension that keeps its size and what stands before it keeps its slices. If
+    one is cut into several, the first has them. If several are joined, the result has those of the first, if it alone
+    has any; otherwise they are `JOINED` in it.
 
-    Dimensions of size 1 come and go anywhere: of a slice of that size nothing is known, nor of one that has a new
+    Dimensions of size 1 come and go anywhere. So nothing is known of a slice of that size, nor of one with a new
     dimension of that size before it, which may be what is sliced.
     """
     out: list[tuple[str, ...]] = [()] * len(after)
@@ -100,12 +100,12 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def _joined(axis: str, size: int, stride: int) -> str:
-    """A mesh axis of a dimension of which it slices a block of `size` elements that lie `stride` apart."""
+    """The text for a mesh axis that slices a block of `size` elements, `stride` apart, of a dimension."""
     return f"{JOINED}{size}.{stride}.{axis}"
 
 
 def joined_of(axis: str) -> tuple[int, int] | None:
-    """The block of a `JOINED` axis, as its size and stride; None of another axis."""
+    """The block of a `JOINED` axis, as its size and stride; None for another axis."""
     if not axis.startswith(JOINED):
         return None
     size, stride, _ = axis.removeprefix(JOINED).split(".", 2)
@@ -113,7 +113,7 @@ def joined_of(axis: str) -> tuple[int, int] | None:
 
 
 def bare_axis(axis: str) -> str:
-    """A mesh axis, `JOINED` or not, by its name.
+    """The plain name of a mesh axis, `JOINED` or not.
 
     >>> bare_axis("x"), bare_axis("*8.1.x")
     ('x', 'x')
@@ -122,6 +122,6 @@ def bare_axis(axis: str) -> str:
 
 
 def windows(operation: Operation) -> list[tuple[int, int]]:
-    """Of a scatter, the dimensions of the updates that cover a dimension of the array from end to end, with these."""
+    """The dimensions of a scatter's updates that cover a dimension of the array from end to end, each with that one."""
     array, _, updates = (value.shape for value in operation.operands[:3])
     return [(i, j) for i, j in updated_dims(operation) if updates[i] == array[j]]

@@ -11,14 +11,14 @@ from trellis.frames import in_a_library
 
 
 def _frame(equation: JaxprEqn):
-    """The innermost frame of the user's, or None."""
+    """The innermost frame of the user's code, or None."""
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
     return next((frame for frame in frames if not in_a_library(frame.file_name)), None)
 
 
 def source_of(equation: JaxprEqn) -> str:
-    """`file.py:line (function)` of the innermost frame of the user's, or nothing."""
+    """`file.py:line (function)` of the innermost frame of the user's code, or nothing."""
     frame = _frame(equation)
     if frame is None:
         return ""

@@ -1,4 +1,4 @@
-"""Tracing a function to the program that is read. Nothing runs, and nothing is compiled."""
+"""Traces a function to the program that is read. Nothing runs, and nothing is compiled."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ Words = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Untraced:
-    """The body of an equation that nobody has traced: a function of flat arrays, and the types of its results."""
+    """The body of an equation that has not been traced: a function of flat arrays, and the types of its results."""
 
     fun: Callable
     out_avals: Sequence
@@ -31,9 +31,9 @@ class Untraced:
 
 
 def kind_of(path: Words, array: Any) -> str:
-    """What an argument is, by the names on the way to it: `("0", "optimizer", "mu", "embedding")`.
+    """The kind of an argument, by the names on the path to it: `("0", "optimizer", "mu", "embedding")`.
 
-    An optimizer's state has `opt...`, `mu`, `nu` or `average` on its way, parameters have `model` or `params`. Of the
+    An optimizer's state has `opt...`, `mu`, `nu` or `average` on its path, parameters have `model` or `params`. Of the
     rest, floating-point arrays in the first argument are parameters, and everything else is the batch.
     """
     words = [word.lower() for word in path[1:]]
@@ -46,9 +46,9 @@ def kind_of(path: Words, array: Any) -> str:
 
 
 def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, **kwargs) -> Program:
-    """The program of a call of a function, without what nothing reads.
+    """The program of one call of a function, without what nothing reads.
 
-    Without a mesh in force (`with layout:`, `jax.set_mesh`) the arguments' own is used.
+    If no mesh is in force (`with layout:`, `jax.set_mesh`), the arguments' own is used.
 
     Args:
         fn: any function of JAX, jitted (with its donations) or not.
@@ -83,7 +83,7 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, *
 
 
 def _differentiated(jaxpr: Jaxpr, done: dict) -> Jaxpr:
-    """A program that nothing differentiates any more: what only a custom derivative would read, nothing reads.
+    """A program that is not differentiated any more, so that nothing reads what only a custom derivative would.
 
     The compiler sees it so. A `custom_jvp` call with an argument that its function does not read becomes a plain call.
     """
@@ -112,7 +112,7 @@ def _differentiated(jaxpr: Jaxpr, done: dict) -> Jaxpr:
         equations.append(equation)
     changed = any(new is not old for new, old in zip(equations, jaxpr.eqns, strict=True))
     result = jaxpr.replace(eqns=equations) if changed else jaxpr
-    done[id(jaxpr)] = jaxpr, result  # the key is an address, which is another's once the program is gone
+    done[id(jaxpr)] = jaxpr, result  # keeps the program, since the key is an address that another may get afterwards
     return result
 
 
@@ -121,13 +121,13 @@ def _same(new, old) -> bool:
 
 
 def _read(jaxpr: Jaxpr) -> set:
-    """The variables that a program's equations and results are made of."""
+    """The variables that a program's equations and results read."""
     atoms = [*jaxpr.outvars, *(v for equation in jaxpr.eqns for v in equation.invars)]
     return {v for v in atoms if isinstance(v, Var)}
 
 
 def mesh_in_force(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManager:
-    """The given mesh, unless there is none or one is in force already."""
+    """Puts the given mesh in force, unless there is none or one is in force already."""
     if mesh is None or not jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
@@ -151,7 +151,7 @@ def first_mesh(jaxpr: Jaxpr) -> Mesh | None:
 
 
 def _donated(jaxpr) -> set:
-    """The inputs that a jitted function in a program may take the memory of."""
+    """The inputs whose memory a jitted function in a program may take."""
     found = set()
     for equation in jaxpr.eqns:
         given = equation.params.get("donated_invars", ())

@@ -1,3 +1,3 @@
-"""What was compiled is what was written: compiled programs of hardware that is not here, executed and compared."""
+"""Proves that what was compiled is what was written: executes programs for hardware that is not here, and compares."""
 
 from trellis.proof.functions import prove

@@ -1,4 +1,4 @@
-"""What a program computed on each device, held against what it should have computed."""
+"""Compares what a program computed on each device with what it should have computed."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from trellis.proof.functions import BOUND
 from trellis.proof.placing import cut
 
-# A float32 that something small was added to is itself rounded by so much.
+# How much a float32 that something small was added to is itself rounded.
 _ROUNDING = 2.4e-7
 
 
@@ -20,7 +20,7 @@ class Output:
     Attributes:
         name: its path.
         type: in the notation, or its shape.
-        error: the largest deviation on any device, as a share of the largest entry (of a result that was there before,
+        error: the largest deviation on any device, as a share of the largest entry (for a result that was there before,
             of its largest change).
         bound: what the error may be.
         devices: those whose error is larger.

@@ -19,10 +19,10 @@ class Finding:
     """Where a program goes wrong.
 
     Attributes:
-        culprit: who made it wrong, in a sentence.
-        place: the first value that is not what it was before that; None where none was found.
+        culprit: what made it wrong, in a sentence.
+        place: the first value that is not what it was before that; None if none was found.
         turn: of the innermost loop around it, counted from 1.
-        right, wrong: the programs before and after, for whoever mends the compiler; empty where there is no such pair.
+        right, wrong: the programs before and after, for whoever fixes the compiler; empty if there is no such pair.
     """
 
     culprit: str
@@ -44,7 +44,7 @@ class Suspect:
         parts: its arguments as devices hold them, `device dim ...` each.
         devices: how many there are.
         is_right: whether results, `device dim ...` each, are what they should be.
-        are_right: the same of whole results.
+        are_right: the same for whole results.
     """
 
     lowered: Any

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from trellis.proof.proof import Proof
 
 # A right program differs by the order of its sums, about 1e-6 of a result's largest entry and at most 1.6e-5 over all
-# recipes and layouts; a wrong sum by over 1e-2 as a rule, and of the mistakes made on purpose the smallest by 6.2e-5.
+# recipes and layouts. A wrong sum usually differs by over 1e-2, and the smallest mistake made on purpose by 6.2e-5.
 BOUND = 4e-5
 
 
@@ -23,7 +23,7 @@ def prove(
 ) -> "Proof":
     """Compiles a function for hardware that is not here, executes the compiled program here, and compares.
 
-    It is held against its own meaning, the program on whole arrays before a compiler has seen it, or against another
+    It is compared with its own meaning, the program on whole arrays before a compiler has seen it, or with another
     function that says what it should be. Floats are held in float32, whatever their types, so that a difference is an
     error and not rounding.
 

@@ -12,7 +12,7 @@ from trellis.inspect.hlo import Instruction, Program
 from trellis.program.scopes import names_of
 from trellis.proof.interpreter import Interpreter, Team, Value
 
-# So far may two values of one meaning be apart, as a share of their size.
+# How far apart two values of one meaning may be, as a share of their size.
 _APART = 1e-3
 
 
@@ -24,7 +24,7 @@ class Mark:
         order: its place among all values of the run.
         instruction: what made it.
         shape: on one device.
-        sums: of each device its sum, its sum of squares, and a sum with weights that tell places apart: `device 3`.
+        sums: for each device its sum, its sum of squares, and a sum with weights that tell places apart: `device 3`.
     """
 
     order: int
@@ -34,7 +34,7 @@ class Mark:
 
 
 class Recorder:
-    """Marks every value of floats of a run; give its `observe` to an `Interpreter`.
+    """Marks every value of a run that is floats; give its `observe` to an `Interpreter`.
 
     Attributes:
         marks: by the instruction's name, one for each time that it ran.
@@ -57,11 +57,11 @@ class Recorder:
         self.marks.setdefault(instruction.name, []).append(mark)
 
 
-# What only hands on a value that was marked before.
+# Operations that only pass on a value that was marked before.
 _SILENT = ("bitcast", "constant", "copy", "get-tuple-element", "opt-barrier", "parameter", "reshape", "transpose")
 
 
-# So many entries of a device are summed at a time: of large values there are no copies.
+# How many entries of a device are summed at a time, so that large values are not copied.
 _BLOCK = 1 << 16
 
 
@@ -83,9 +83,9 @@ def recorded(program: str, arguments: Sequence[np.ndarray], devices: int) -> dic
 
 
 def first_apart(before: Mapping[str, list[Mark]], after: Mapping[str, list[Mark]]) -> tuple[Mark, int] | None:
-    """The first value of a run that another run has otherwise, under the same name, and in which turn it was.
+    """The first value of a run that differs from that of the same name in another run, and in which turn it was.
 
-    Arrays before numbers: counts and sums of the loss are moved about more often than they are wrong.
+    Arrays come before numbers: counts and sums of the loss are moved about more often than they are wrong.
     """
     apart = [
         (not mine.shape, mine.order, mine, turn)
@@ -106,7 +106,7 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 def first_unlike(before: Mapping[str, list[Mark]], after: Mapping[str, list[Mark]], devices: int) -> Mark | None:
     """The first value of a partitioned run that the whole one does not have under the same operation's name.
 
-    What the devices hold together is the whole, once or several times; of a pending sum only the sum is.
+    What the devices hold together is the whole, once or several times; for a pending sum, only the sum is.
 
     Args:
         before: marks of the program on whole arrays.
@@ -128,12 +128,12 @@ def _all(marks: Mapping[str, list[Mark]]) -> Iterable[Mark]:
 
 
 def _meaning(instruction: Instruction) -> str:
-    """The operation in the user's program that an instruction is of; the instruction's kind where it has none."""
+    """The operation in the user's program that an instruction is of, if it says so, and the instruction's kind."""
     return f"{instruction.quoted('op_name') or ''} {instruction.op}"
 
 
 def _covers(parts: np.ndarray, whole: np.ndarray, devices: int) -> bool:
-    """Whether the devices' parts are a whole, held as often as some number that divides the devices."""
+    """Whether the devices' parts are a whole, held a number of times that divides the number of devices."""
     times = devices // len(parts)
     total, squares = parts[:, 0].sum() * times, parts[:, 1].sum() * times
     size = np.sqrt(whole[0, 1]) + 1e-30
@@ -150,7 +150,7 @@ class Place:
 
     Attributes:
         what: the operation that made it, as the compiler names it.
-        type: its type on one device, with the names of its dimensions where the program's scopes have them.
+        type: its type on one device, with the names of its dimensions if the program's scopes have them.
         source: `file.py:line (function)`, or empty.
         scope: the scopes around it.
     """

@@ -1,8 +1,8 @@
 """The plain program on one device: a run's own step, in float32, by JAX on this machine's CPU.
 
-Its state is not the one that training starts from, in which many arrays are zeros or ones and would hide mistakes:
-parameters are moved away from these, moments come from a step that was made before, and the step's number is in the
-middle of the run. Batches have two documents a row, and some tokens do not count. No token stands so near between two
+Its state is not the one that training starts from, in which many arrays are zeros or ones and would hide mistakes.
+Parameters are moved away from these, moments come from a step that was made before, and the step's number is in the
+middle of the run. Batches have two documents a row, and some tokens do not count. No token is so evenly between two
 experts that rounding decides.
 """
 
@@ -19,7 +19,7 @@ from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import Assembled, assemble
 from trellis.train.state import TrainState
 
-# So much of itself a parameter is moved by: results of right programs deviate by about as much.
+# The share of itself that a parameter is moved by: results of right programs deviate by about as much.
 _NUDGE = 2e-6
 # A token that goes to another expert moves a gradient by more than this share of its largest entry.
 _FLIPPED = 1e-4
@@ -34,9 +34,9 @@ class Reference:
     Attributes:
         given: the state and the batch, flat, as numpy arrays.
         results: the new state and the metrics, likewise.
-        before: for each of the results the state's array that it replaces, or None.
+        before: for each of the results, the state's array that it replaces, or None.
         names: of the results, by their paths.
-        between: whether a token stands between two experts in all numbers that were drawn, where rounding decides.
+        between: whether in all numbers that were drawn a token stands between two experts, so that rounding decides.
     """
 
     given: list[np.ndarray]
@@ -101,9 +101,9 @@ def _step(made: Assembled, state: TrainState, batch: Batch) -> tuple[Any, Any]:
 
 
 def _between_experts(made: Assembled, state: TrainState, batch: Batch, new: tuple[TrainState, Any]) -> bool:
-    """Whether a token stands between two experts, where rounding decides which of them it goes to.
+    """Whether a token stands between two experts, so that rounding decides which of them it goes to.
 
-    Two right programs may then give gradients that are far apart, as do two steps of parameters that differ by less
+    Two right programs may then give gradients that are far apart, and so do two steps whose parameters differ by less
     than programs may.
     """
     random = np.random.default_rng(0)
@@ -118,7 +118,7 @@ def _between_experts(made: Assembled, state: TrainState, batch: Batch, new: tupl
 
 
 def _moved_model(state: TrainState, random: np.random.Generator) -> TrainState:
-    """Parameters without special values: what is constant gets signs at random, or noise where it is zero."""
+    """Parameters without special values: all get noise, and what is constant gets random signs."""
 
     def moved(x: np.ndarray) -> np.ndarray:
         noise = 0.02 * random.normal(size=x.shape).astype(np.float32)

@@ -1,7 +1,7 @@
 """A program as it was after every pass of its compiler that changed it, and which of them made it wrong.
 
-XLA writes the program down after each pass when it is told to, libtpu as well. Each of these is executed in turn, by
-halves, until a program that is right and the next one, which is wrong, are found.
+XLA writes the program out after each pass if it is told to, and so does libtpu. A binary search executes these programs
+until it has found one that is right and the next one, which is wrong.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ _FILE = re.compile(r"\.(\d{4})\.(.+)\.after_(.+?)(?:\.before_.+)?\.txt$")
 def snapshots(lowered: Any, options: Mapping[str, str]) -> Generator[list[Snapshot]]:
     """Compiles a lowered program again, and gives it as it was after each pass that changed it.
 
-    Its files are there for as long as the context lasts.
+    The files exist for as long as the context lasts.
 
     Args:
         lowered: what `jax.jit(f).trace(...).lower(...)` returned.
@@ -81,8 +81,8 @@ def partitioned(found: Sequence[Snapshot], shapes: Sequence[tuple[int, ...]]) ->
 def first_wrong(
     found: Sequence[Snapshot], right: Callable[[Snapshot], bool]
 ) -> tuple[Snapshot | None, Snapshot | None]:
-    """The last program that is right and the next one, which is wrong; None for the former where all are wrong, and
-    for the latter where none is.
+    """The last program that is right and the next one, which is wrong; None for the former if all are wrong, and for
+    the latter if none is.
 
     Args:
         found: programs that one pass after the other made, one device's all of them.

@@ -10,7 +10,7 @@ from trellis.errors import UserError
 
 
 def numbers_of(seed: int) -> np.random.Generator:
-    """Numbers at random, by a seed.
+    """Random numbers from a seed.
 
     Raises:
         UserError: it is negative.
@@ -28,9 +28,9 @@ def plain(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def cut(x: np.ndarray, sharding: NamedSharding) -> np.ndarray:
-    """What each device holds of an array, `device dim ...`; one row where all hold the same.
+    """What each device holds of an array, `device dim ...`; one row if all hold the same.
 
-    Of a pending sum the first device along its mesh axes holds the whole value, and the others zeros.
+    For a pending sum, the first device along its mesh axes holds the whole value, and the others zeros.
 
     >>> import jax
     >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))

@@ -37,7 +37,7 @@ def proof_of(
     explain: bool,
     seed: int,
 ) -> Proof:
-    """What `trellis.prove` returns, of the same arguments."""
+    """What `trellis.prove` returns, for the same arguments."""
     watch = Watch()
     subject = _subject(fn, args, on, dict(options), seed)
     watch.note("tracing")
@@ -121,7 +121,7 @@ def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: 
 
 
 def _ledger(call: Callable, arrays: Sequence[Any]) -> Ledger:
-    return ledger_of(trace(call, *arrays), refuse=False)  # what is wrong is to be found
+    return ledger_of(trace(call, *arrays), refuse=False)  # what is wrong is to be found, not refused
 
 
 def _as_written(call: Callable, arrays: list, own: Mesh, platform: str) -> tuple[Callable, Ledger]:
@@ -177,7 +177,7 @@ def _moved(mesh: Mesh | AbstractMesh, devices: list, on: str) -> Mesh:
 
 
 def _place(array: Any, mesh: Mesh) -> NamedSharding:
-    """Where an argument lies on the target; whole on every device where it does not say."""
+    """Where an argument lies on the target; whole on every device if it does not say."""
     sharding = getattr(array, "sharding", None)
     return NamedSharding(mesh, sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec())
 

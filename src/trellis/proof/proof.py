@@ -1,4 +1,4 @@
-"""A compiled program, executed here and held against what it should compute."""
+"""A compiled program, executed here and compared with what it should compute."""
 
 import contextlib
 import dataclasses
@@ -23,8 +23,8 @@ from trellis.proof.placing import cut, sharding_of
 
 @contextlib.contextmanager
 def interpreted(where: str, fix: str) -> Generator[None]:
-    """Within it, what the interpreter does not know of a program is an error as others are, and so is a program that
-    no device would come to the end of.
+    """Within it, something in a program that the interpreter does not know is an error like others, and so is a
+    program that devices would not come to the end of.
 
     Args:
         where: which program, for the message.
@@ -58,7 +58,7 @@ class Wanted:
         value: the whole array.
         type: in the notation, or empty.
         before: what it is made from by a small change, if it is.
-        outliers: which share of its entries may deviate: see `compare`.
+        outliers: the share of its entries that may deviate: see `compare`.
         within: the share of the bound that it has to stay within.
     """
 
@@ -120,7 +120,7 @@ class Subject:
         return [cut(self.given[i], self.places[i]) for i in compiled.kept]
 
     def compare(self, found: Sequence[np.ndarray], places: Sequence[NamedSharding], bound: float) -> tuple[Output, ...]:
-        """Holds results, `device dim ...` each, against what they should be."""
+        """Compares results, `device dim ...` each, with what they should be."""
         return tuple(
             compare(
                 wanted.name,
@@ -136,7 +136,7 @@ class Subject:
         )
 
     def execute(self, compiled: Compiled, *, text: str | None = None, bound: float = BOUND) -> "Proof":
-        """Executes the compiled program, or another one of the same arguments and results, and compares."""
+        """Executes the compiled program, or another one with the same arguments and results, and compares."""
         interpreter, parts = Interpreter(text or compiled.text, self.mesh.size), self.parts(compiled)
         self._fits(most_bytes(interpreter, parts))
         found, fault = (), ""
@@ -208,16 +208,16 @@ class Proof:
         target: the hardware that it was compiled for.
         mesh: mesh axes and their sizes.
         outputs: every result, in the program's order.
-        kernels: opaque kernels that a reference stood for.
+        kernels: opaque kernels for which a reference stood in.
         fault: why the program could not run to its end, if it could not: devices that wait for each other.
         compiled: what was executed.
         results: what it computed, `device dim ...` each.
         structure: the function's ledger, matched with its collectives.
-        rounded: how far the step for one device, as it is written, is from float32, where it is what was held against.
+        rounded: how far the step for one device, as it is written, is from float32, if results are compared with it.
         between: whether a token stands between two experts, so that two right programs may be far apart.
-        finding: what made it wrong, where it is.
+        finding: what made it wrong, if it is.
         fitted: how the run was changed for the target, a sentence each.
-        seconds: what took how long.
+        seconds: how long each part took.
     """
 
     name: str

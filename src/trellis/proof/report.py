@@ -45,7 +45,7 @@ def _head(proof: Proof) -> str:
 
 
 def _table(proof: Proof, most: int) -> str:
-    """A line for each parameter, with its moments, and then for what is no parameter."""
+    """A line for each parameter, with its moments, and then one for each other result."""
     parameters = [output for output in proof.outputs if output.name.startswith(_MODEL)]
     moments = {output.name: _moments(output, proof) for output in parameters}
     rows = []

@@ -1,4 +1,4 @@
-"""The proof of a run: its own train step on hardware that is not here, held against the plain step on one device."""
+"""The proof of a run: its own train step on hardware that is not here, compared with the plain step on one device."""
 
 import dataclasses
 import math
@@ -25,11 +25,11 @@ from trellis.run.unheeded import check_given
 from trellis.train.assemble import assemble, model_axes, vocab_multiple
 from trellis.train.compilation import options_for
 
-# Of the entries of a parameter so many may deviate: see `compare`.
+# The share of a parameter's entries that may deviate: see `compare`.
 _OUTLIERS = 1e-5
-# Of the bound metrics have so much: right programs have them to the last bits.
+# The share of the bound that metrics have: right programs have them to the last bits.
 _METRICS = 0.25
-# So far may a step with constants in bfloat16 be from one in float32.
+# How far a step with constants in bfloat16 may be from one in float32.
 ROUNDED = 2e-2
 
 
@@ -44,9 +44,9 @@ def prove_run(
 ) -> Proof:
     """Proves a run's train step on a target, with the run's sizes shrunk.
 
-    The step is held against the plain one in float32. Where constants that the run has in bfloat16 (those of a GELU,
-    for one) keep the two apart, it is held against the step for one device as the run writes it, before a compiler has
-    seen it, and that one against the plain one, as far as rounded constants may reach. A tenth of that is left between
+    The step is compared with the plain one in float32. If constants that the run has in bfloat16 (those of a GELU, for
+    one) keep the two apart, it is compared with the step for one device as the run writes it, before a compiler has
+    seen it, and that one with the plain one, within what rounded constants may do. A tenth of that is allowed between
     the compiled step and the written one: a compiler may multiply constants with each other.
 
     Args:

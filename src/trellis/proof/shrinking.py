@@ -1,4 +1,4 @@
-"""A run with its sizes shrunk so that its step takes seconds to execute here, and every structure of it stays.
+"""A run with its sizes shrunk so that its step takes seconds to execute here, while its structure stays.
 
 Loops stay loops (layers, microbatches, chunks of the loss, stages), what is sliced stays sliced into as many parts,
 what is padded stays padded, key heads stay shared, and sizes that decide between two ways decide alike.
@@ -27,8 +27,8 @@ class Shrunk:
     """A run of smaller sizes.
 
     Attributes:
-        run: it.
-        chunk_bytes: of the loss, so that it has several chunks where the large one has; None for one chunk.
+        run: the run.
+        chunk_bytes: of the loss, so that it has several chunks if the large one has; None for one chunk.
     """
 
     run: Run
@@ -38,7 +38,7 @@ class Shrunk:
 def shrunk(run: Run, layout: Layout) -> Shrunk:
     """The run with sizes shrunk for a layout, whose mesh stays as it is.
 
-    Nothing is rounded where a last bit would show as a thousand of them: what the optimizer keeps is whole, updates go
+    Nothing is rounded if a last bit would show as a thousand of them: the optimizer's state is not narrowed, updates go
     to the nearest number, and tokens that go to experts in eight bits go as words of all their bits, the same way.
     Scales are those of the step's own numbers, which no earlier ones clip.
 
@@ -65,7 +65,7 @@ def shrunk(run: Run, layout: Layout) -> Shrunk:
 
 
 class Ways:
-    """Into how many parts a layout cuts the axes of a name, at rest or in use."""
+    """Into how many parts a layout cuts a name, at rest or in use."""
 
     def __init__(self, layout: Layout):
         self._layout = layout
@@ -85,7 +85,7 @@ class Ways:
 
 
 def multiple(least: int, of: int) -> int:
-    """The smallest multiple that is no less.
+    """The smallest multiple of `of` that is no less than `least`.
 
     >>> multiple(100, 16)
     112
@@ -94,12 +94,12 @@ def multiple(least: int, of: int) -> int:
 
 
 def _kept(size: int, ways: int, most: int) -> int:
-    """A size with at most so many entries on each device, and at least one."""
+    """A size with at most `most` entries on each device, and at least one."""
     return ways * max(1, min(size // ways, most))
 
 
 def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
-    """The model's configuration with smaller sizes, where it has them.
+    """The model's configuration, with smaller values for the sizes that it has.
 
     Args:
         run: the run.
@@ -142,8 +142,8 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
 
 
 def _experts(model: Any, ways: Ways) -> dict[str, Any]:
-    """Two experts a device, and two in each group; a token sees half of the groups where it does not see all, and goes
-    to half of the experts that it sees where it does not go to all."""
+    """Two experts a device, and two in each group. A token sees half of the groups if it does not see all, and goes to
+    half of the experts that it sees if it does not go to all."""
     routing = model.routing
     groups = min(routing.groups, EXPERT_GROUPS)
     seen = groups if routing.groups_per_token == routing.groups else max(groups // 2, 1)
@@ -161,7 +161,7 @@ def _experts(model: Any, ways: Ways) -> dict[str, Any]:
 
 
 def _heads(model: Any, ways: Ways) -> tuple[int, int]:
-    """Heads and key heads: two key heads a device where there are so many, each shared where it is."""
+    """Heads and key heads: two key heads a device if there are so many, each shared if the run's are."""
     keys = model.kv_heads
     groups = model.heads // keys
     small_keys = _kept(keys, ways("kv_heads"), 2)
@@ -176,7 +176,7 @@ def _vocab(vocab: int, ways: Ways) -> int:
 
 
 def _rows(run: Run, ways: Ways) -> int:
-    """Sequences of a device in a microbatch: one where there is one, else two, or what the pipeline needs."""
+    """Sequences of a device in a microbatch: one if there is one, else two, or what the pipeline needs."""
     largest = max(entry.size for entry in run.batch_sizes())
     return _cut_by_stages(max(min(largest // (ways("batch") * run.parts), 2), 1), run, ways)
 

@@ -1,6 +1,6 @@
 """Random bits of one device's slice: those that the whole array has there.
 
-Threefry computes element `i` from the key and `i` alone (Salmon et al., 2011), so a slice is made where it stays.
+Threefry computes element `i` from the key and `i` alone (Salmon et al., 2011), so each slice is made where it stays.
 """
 
 import math

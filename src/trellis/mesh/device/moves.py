@@ -1,4 +1,4 @@
-"""Transitions as collectives on one device's slices, where JAX does not track what varies (`check_vma=False`)."""
+"""Transitions as collectives on one device's slices, while JAX does not track what varies (`check_vma=False`)."""
 
 import contextlib
 import math
@@ -16,7 +16,7 @@ Axes = tuple[str, ...]
 
 
 def moved(x: jax.Array, before: State, after: State, sizes, *, scoped: bool = False) -> jax.Array:
-    """One device's part of an array that goes from one place to another.
+    """Moves one device's part of an array from one sharding to another.
 
     Args:
         x: what this device holds.
@@ -57,8 +57,8 @@ def _perform(step: Step, x: jax.Array, sizes) -> jax.Array:
 
 
 def _cast(step: Step, x: jax.Array) -> jax.Array:
-    """Copies are what they were. As a pending sum, a slice is in its place between zeros (of `a/x -> a +x`, 3 and 4 of
-    `1 2 3 4` are `0 0 3 4` on the second device), and a value that is whole everywhere is on the first device."""
+    """Leaves copies what they were. As a pending sum, a slice is in its place between zeros (in `a/x -> a +x`, 3 and 4
+    of `1 2 3 4` are `0 0 3 4` on the second device), and a value that is whole everywhere is on the first device."""
     made = set(step.after.pending) - set(step.before.pending)
     for dim, (held, kept) in enumerate(zip(step.before.dims, step.after.dims, strict=True)):
         if gone := held.axes[len(kept.axes) :]:
@@ -79,6 +79,6 @@ def _in_its_place(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
 
 
 def _permuted(x: jax.Array, before: Axes, after: Axes, sizes) -> jax.Array:
-    """The same slices on other devices: of `a/x/y` those of `a/y/x`."""
+    """The same slices on other devices: from where `a/x/y` has them to where `a/y/x` does."""
     pieces = range(math.prod(sizes[a] for a in before))
     return permute(x, before, [(p, renumbered(p, after, before, sizes)) for p in pieces])

@@ -1,11 +1,11 @@
 """What each operation is on one device's slices.
 
-A rule gets the operands' parts and where the operands lie. It gives the results' parts and where these are then: along
+A rule gets the operands' parts and where the operands lie. It gives the results' parts and where these then lie: along
 which mesh axes each dimension is sliced, and along which partial sums are pending. What is left to move follows from
 the equation's own type.
 
-Operands whose sliced dimension an operation takes whole (what it sorts, cuts or joins) are gathered first, as the
-compiler does of the program of whole arrays.
+If an operation takes a sliced dimension whole (one that it sorts, cuts or joins), the operand is gathered first, as the
+compiler does for the program of whole arrays.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ ELEMENTWISE = frozenset(
 
 
 def without_sharding(params: dict[str, Any]) -> dict[str, Any]:
-    """An equation's parameters, where types carry no shardings."""
+    """An equation's parameters, for types that carry no shardings."""
     return {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
 
 
@@ -72,7 +72,7 @@ def elementwise(view, equation, args, states) -> Result:
         return _bind(equation, args), list(states)
     rank = len(outs[0])
     axes = [()] * rank
-    for shape, state in zip(shapes, states, strict=True):  # dimensions of size 1 are those of all others' elements
+    for shape, state in zip(shapes, states, strict=True):  # a dimension of size 1 meets all elements of the others'
         for d, mine in enumerate(state.axes if len(shape) == rank else ()):
             if shape[d] == outs[0][d] and not set(mine) & {a for other in (*axes[:d], *axes[d + 1 :]) for a in other}:
                 axes[d] = max(axes[d], mine, key=len)
@@ -84,7 +84,7 @@ def elementwise(view, equation, args, states) -> Result:
 
 
 def _bitcast(view, equation, args, states) -> Result:
-    """Of types of one width each element by itself; the parts of a wider one are a last dimension, which is whole."""
+    """Each element by itself for types of one width; a wider type's parts are a last dimension, which is whole."""
     (x,), (state,) = args, states
     before, after = (len(v.aval.shape) for v in (equation.invars[0], equation.outvars[0]))
     if before > after:
@@ -117,7 +117,7 @@ def _dot_general(view, equation, args, states) -> Result:
 
 
 def _reduction(combine: Callable | None) -> Callable:
-    """A reduction; `combine` puts the devices' results together, where they are not to be added up."""
+    """A reduction; `combine` puts the devices' results together if they are not to be added up."""
 
     def rule(view, equation, args, states) -> Result:
         over, state = equation.params["axes"], states[0]
@@ -136,7 +136,7 @@ def _boolean(combine: Callable) -> Callable:
 
 
 def _along(find: Callable) -> Callable:
-    """An operation that takes some dimensions whole, the same in all operands, whose dimensions the results have."""
+    """An operation that takes some dimensions whole, the same in all operands; its results have all dimensions."""
 
     def rule(view, equation, args, states) -> Result:
         dims = find(equation)
@@ -241,7 +241,7 @@ def _unstack(view, equation, args, states) -> Result:
 
 
 def _most_sliced(states) -> tuple[tuple[str, ...], ...]:
-    """How the operand lies whose dimensions are sliced over the most mesh axes."""
+    """How the operand that is sliced over the most mesh axes lies."""
     return max((s.axes for s in states), key=lambda axes: sum(map(len, axes)))
 
 
@@ -284,14 +284,14 @@ def _random_bits(view, equation, args, states) -> Result:
 
 
 def _reshard(view, equation, args, states) -> Result:
-    """Moved here, within the name scope that says how, if the language has written one, instead of by the caller."""
+    """Moves the array here instead of in the caller: within the name scope that says how, if there is one."""
     out = _out(view, equation)
     said = transition_in(str(equation.source_info.name_stack)) is not None
     return [moved(args[0], states[0], out, view.sizes, scoped=said)], [out]
 
 
 def _device_put(view, equation, args, states) -> Result:
-    """To where its type says, in the memory where it is."""
+    """Leaves the move to the caller; the memory stays the same."""
     return list(args), list(states)
 
 
@@ -337,7 +337,7 @@ RULES: dict[str, Callable] = {
 }
 
 
-# Collectives of programs of which JAX tracks what varies, as those of programs of which it does not.
+# Collectives of programs in which JAX tracks what varies, as those of programs in which it does not.
 
 
 def _same(equation, args) -> list:
@@ -366,7 +366,7 @@ COLLECTIVES: dict[str, Callable] = {
     "preduced": _same,
     "psum_invariant": _sum,
     "pvary": _same,
-    "reduced_vary_cast": _same,  # of JAX 0.12; of 0.10 with _p
+    "reduced_vary_cast": _same,  # in JAX 0.12; in 0.10 with _p
     "reduced_vary_cast_p": _same,
     "unreduced_psum": _sum,
     "unreduced_reduce_scatter": _reduce_scatter,

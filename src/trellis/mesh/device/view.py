@@ -1,12 +1,12 @@
 """A program of whole arrays (explicit mode), as the program of one device.
 
-In explicit mode the type of every value says how it lies on the mesh, forward and backward. So what one device does
-follows from the program, equation by equation: most are the same operation on a slice; an equation whose result lies
-elsewhere than its operands put it moves data, by the collectives of that transition; a `shard_map` is a device's
-program already and stands as it is. What comes out can stand in a `shard_map` over all mesh axes, with loops,
-conditions and permutes around it, and kernels within: a pipeline's stages do.
+In explicit mode, the type of every value says how it lies on the mesh, forward and backward. So what one device does
+follows from the program, equation by equation. Most are the same operation on a slice. If a result's type puts it
+elsewhere than the operands do, the equation moves data, by the collectives of that transition. A `shard_map` is a
+device's program already and stays as it is. The outcome can stand in a `shard_map` over all mesh axes, with loops,
+conditions and permutes around it and kernels within, as a pipeline's stages do.
 
-No gradient is taken of it. Take the gradient first, of the program of whole arrays, whose types promise what it moves.
+Do not differentiate it: take the gradient first, of the program of whole arrays, whose types promise what it moves.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from trellis.program.source import source_of
 
 
 class DeviceViewError(UserError, NotImplementedError):
-    """An operation of which no device's part is known."""
+    """An operation for which a device's part is not known."""
 
 
 class View:
@@ -53,7 +53,7 @@ class View:
         return self.jaxpr(closed.jaxpr, [self._constant(c, v.aval) for c, v in _constants(closed)], args)
 
     def jaxpr(self, jaxpr: Jaxpr, consts: Sequence, args: Sequence) -> list:
-        """The same of a jaxpr and its constants' parts."""
+        """The same for a jaxpr and its constants' parts."""
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         read = lambda v: np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else values[v]
         last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)}
@@ -62,7 +62,7 @@ class View:
             with within_equation(equation):
                 results = self.equation(equation, [read(v) for v in equation.invars])
             values.update(zip(equation.outvars, results, strict=True))
-            for v in equation.invars:  # what is not read again is not held on to
+            for v in equation.invars:  # lets go of what is not read again
                 if not isinstance(v, Literal) and last[v] == number and v not in kept:
                     values.pop(v, None)
         return [read(v) for v in jaxpr.outvars]
@@ -105,11 +105,11 @@ class View:
         return tuple(n // math.prod(self.sizes.get(a, 1) for a in mine) for n, mine in zip(shape, axes, strict=True))
 
     def state(self, aval) -> State:
-        """Where a value lies by its type, along mesh axes that are more than one device."""
+        """Where a value lies by its type, along mesh axes of more than one device."""
         return self.real(state_at(aval))
 
     def real(self, state: State) -> State:
-        """The same without mesh axes of one device, which need not be axes of the mesh that this runs on."""
+        """A state without mesh axes of one device, which need not be axes of the mesh that this runs on."""
         real = lambda axes: tuple(a for a in axes if self.sizes.get(a, 1) > 1)
         axes = tuple(map(real, state.axes))
         return dataclasses.replace(
@@ -133,7 +133,7 @@ def _constants(closed: ClosedJaxpr):
 
 
 def _plain(x):
-    """A constant without the mesh that it was made on, along with its type."""
+    """A constant without the mesh that it was made on, which its type carries along."""
     if isinstance(x, Tracer):
         raise DeviceViewError(
             "A pipeline's stages are given all arrays that they read as arguments.",
@@ -176,14 +176,14 @@ def _bound(equation: JaxprEqn, args: list) -> list:
 
 
 def _without_mesh(jaxpr: Jaxpr, consts: Sequence) -> Jaxpr:
-    """How two numbers are combined, without the mesh that it was traced on: another one ends XLA's process."""
+    """How two numbers are combined, without the mesh that this was traced on: on another one, XLA ends the process."""
     avals: list[Any] = [v.aval for v in jaxpr.invars]
     numbers = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return jax.make_jaxpr(lambda *args: View({}).jaxpr(jaxpr, consts, args))(*numbers).jaxpr
 
 
-# Control flow: the same, of parts.
+# Control flow: the same, on parts.
 
 
 def _scan(view: View, equation: JaxprEqn, args: list) -> list:

@@ -30,7 +30,7 @@ _SECOND_SUMS = {"psum", "psum_invariant"}
 _SAME_AFTER = {name for name, kind in COLLECTIVES.items() if kind in ("all-reduce", "all-gather")}
 # Operations that move slices between devices and combine none.
 _MOVES = set(COLLECTIVES) - SUMS - {"pmax", "pmin"}
-# Operations that keep a sum of terms a sum of terms, if all operands are alike such sums.
+# Operations that keep a sum of terms a sum of terms, if all operands are such sums alike.
 _LINEAR = {
     "add", "add_any", "sub", "neg", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice",
     "split", "unstack", "concatenate", "stack", "pad", "reduce_sum", "copy", "copy_p", "reduce_precision", "pvary",
@@ -38,7 +38,7 @@ _LINEAR = {
 }  # fmt: skip
 # Operations that pass each operand on as it is.
 _ALIKE = {"optimization_barrier", ENTER, LEAVE}
-# What is linear if JAX's types carry the sum on, as well: these refuse products of two sums, and ask for a copy.
+# What is also linear if JAX's types carry the sum on: these refuse products of two sums, and ask for a copy.
 _CARRIED = _LINEAR | SUMS | _MOVES | {
     "mul", "div", "dot_general", "select_n", "dynamic_slice", "preduced", "vary_unreduced_cast_p",
     "reduced_vary_cast_p",
@@ -50,7 +50,7 @@ _JOINED = {
     "select_n": slice(1, None),
     "dynamic_update_slice": slice(2),
 }
-# Operations that leave zeros zeros.
+# Operations that make only zeros of zeros.
 _KEEPS_ZEROS = {"broadcast_in_dim", "convert_element_type", "reshape", "pvary", "copy", "transpose", "squeeze"}
 # Calls of jitted functions, whose programs are traced once: lines inside may be an earlier call's.
 _SHARED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "linear"}

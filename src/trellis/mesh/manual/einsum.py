@@ -21,7 +21,7 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
 
     In manual mode the product is each device's own, and a sum over a sliced
     name is written `+x` in the result: a partial sum, to be settled by a
-    `reshard`. In explicit mode the same text says the sharding of the result.
+    `reshard`. In explicit mode the same text gives the sharding of the result.
     Nothing is moved between devices in either mode.
 
     Args:
@@ -93,8 +93,8 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
 def _is_jaxs(lefts: list[Shape], result: Shape) -> bool:
     """Whether JAX's own rules for whole arrays (0.10.2 to 0.12) give a product, and its gradients, as the text says.
 
-    Of more than two factors it settles sums between two of them, and counts the result once for each device. A partial
-    sum is to be one over names of both factors, and a copy one along the mesh axes that its gradient is summed over.
+    With more than two factors, JAX settles sums between two of them, and counts the result once for each device. A
+    partial sum must be over names of both factors, and a copy along the mesh axes that its gradient is summed over.
     """
     if any(shape.ellipsis for shape in lefts) or not any((*s.mesh_axes, *s.copied) for s in lefts):
         return True
@@ -133,7 +133,7 @@ def parse_einsum(text: str, verb: str = "einsum") -> tuple[list[Shape], Shape]:
 
 
 def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
-    """The product must be one that devices do on their own; gives the axes along which its result is pending."""
+    """Checks that devices can do the product on their own; gives the axes along which its result is pending."""
     slices: dict[str | int, tuple[tuple[str, ...], Shape]] = {}
     for shape in lefts:
         if shape.pending:
@@ -188,7 +188,7 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
 
 
 def one_axis_one_name(lefts: list[Shape], where: str) -> dict[str, str | int]:
-    """A mesh axis slices one name in an operation; gives the name of each. NotationError: it slices two."""
+    """The one name that each mesh axis slices in an operation. NotationError: an axis slices two."""
     owner: dict[str, str | int] = {}
     for shape in lefts:
         for dim in shape.dims:

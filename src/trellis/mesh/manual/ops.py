@@ -1,9 +1,9 @@
 """The collectives of manual mode on one device's slice, each with the gradient that the notation promises.
 
-JAX's own manual types carry `+x` and `~x` where all mesh axes are manual.
-Where some are left to the surrounding program they do not: there both are
-"varying" to JAX, the collectives below pair each forward with its gradient by
-hand, and a pending sum is marked by name for the check in `check.py`.
+JAX's own manual types carry `+x` and `~x` if all mesh axes are manual. If some
+are left to the surrounding program, both are just "varying" to JAX. Then the
+collectives below pair each forward operation with its gradient by hand, and a
+pending sum is marked by name for the check in `check.py`.
 """
 
 import functools
@@ -54,7 +54,7 @@ def marked(name: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def without_single_axes(x):
-    """Takes mesh axes of size 1 out of a value's type, where a device's index along one brought it in."""
+    """Takes mesh axes of size 1 out of a value's type, which a device's index along one brings in."""
     sizes = jax.sharding.get_abstract_mesh().shape
     mat = jax.typeof(x).mat
     for state in (mat.varying, mat.unreduced):
@@ -64,7 +64,7 @@ def without_single_axes(x):
 
 
 def vary(x, axes: Axes):
-    """Types a value as differing along mesh axes, where it is not yet: one value on all devices is a legal slice."""
+    """Types a value as differing along mesh axes, if it is not yet: one value on all devices is a legal slice."""
     mat = jax.typeof(x).mat
     missing = tuple(a for a in axes if a not in {*mat.varying, *mat.unreduced})
     for state in (mat.reduced, frozenset(axes) - mat.reduced):  # one cast takes one state
@@ -74,7 +74,7 @@ def vary(x, axes: Axes):
 
 
 def varying_axes(*arrays) -> Axes:
-    """The mesh axes along which one of the arrays or another differs, sorted."""
+    """The mesh axes along which any of the arrays differs, sorted."""
     return tuple(sorted(frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))))
 
 
@@ -114,7 +114,7 @@ def permute(x, before: Axes, after: Axes):
     sizes = jax.sharding.get_abstract_mesh().shape
 
     def holder(chunk: int) -> int:
-        """The device, counted along `before`, that holds a chunk where the axes slice in the order of `after`."""
+        """The device, counted along `before`, that holds a chunk if the axes slice in the order of `after`."""
         place = {}
         for axis in reversed(after):
             chunk, place[axis] = divmod(chunk, sizes[axis])
@@ -138,7 +138,7 @@ def _take(x, dim: int, axes: Axes):
         return own_part(x, dim, axes)
     count, index = _product(lax.axis_size(a) for a in axes), lax.axis_index(axes)
     size = x.shape[dim] // count
-    # JAX has no dynamic_slice of pending sums: choose one slice of all, as a sum of it and zeros.
+    # JAX has no dynamic_slice of pending sums: choose one of all slices, as the sum of it and zeros.
     parts = x.reshape(*x.shape[:dim], count, size, *x.shape[dim + 1 :])
     return jnp.sum(_only(index, parts, dim), dim, dtype=x.dtype)
 
@@ -174,7 +174,7 @@ def _has_states(x) -> bool:
 
 
 def _pair(forward, backward):
-    """A linear operation and its gradient, where JAX's own gradient would move more, or does not know the states."""
+    """A linear operation with a gradient for it, since JAX's own would move more or does not know the states."""
 
     def op(x, dim: int, axes: Axes):
         return linear(lambda _, x: forward(x, dim, axes), lambda _, gradient: backward(gradient, dim, axes))((), x)

@@ -1,4 +1,4 @@
-"""`pending`: a local sum, said to be a partial one."""
+"""`pending`: declares a local sum to be a partial one."""
 
 import jax
 
@@ -10,10 +10,10 @@ from trellis.notation.state import mode_of, state_of
 
 
 def pending(text: str, x):
-    """Says that what each device holds is a partial sum: `pending("embed +d", x.sum(0))`.
+    """Declares that what each device holds is a partial sum: `pending("embed +d", x.sum(0))`.
 
-    A sum that a device takes of its own slice, by `jnp.sum` or in any other way, is one. Saying so lets `reshard`
-    settle it, and refuses everything else that would take it for the whole. Nothing moves.
+    The sum of a device's own slice, by `jnp.sum` or in any other way, is one. Once it is declared, `reshard` can settle
+    it, and everything else that would take it for the whole is refused. Nothing moves.
 
     Args:
         text: the type of the result, with a '+' for each mesh axis along which devices hold parts of the sum.

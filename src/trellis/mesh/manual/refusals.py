@@ -13,7 +13,7 @@ from trellis.notation import NotationError, PendingSumError, Shape, TypeMismatch
 from trellis.notation.binding import Bindings
 
 _REFUSED = re.compile(r"unreduced|reduced")
-# What it says (0.10.2 and 0.12) where it differentiates other operations on a copy than products and sums.
+# What JAX says (0.10.2 and 0.12) when it differentiates operations on a copy other than products and sums.
 _OF_A_COPY = re.compile(
     "another input is reduced on|only accepts inputs that are reduced|cannot accept args which are reduced"
     "|reduced rule for .* not implemented"
@@ -23,8 +23,7 @@ _OPERATION = (r"rule for (\w+)", r"(\w+) is a non-linear operation", r"`(\w+)`",
 
 
 def raise_in_notation(error: Exception, bindings: Bindings) -> None:
-    """Turns JAX's refusal of an operation on a pending sum or a copy into one in the notation; passes by any other "
-    "error."""
+    """Turns JAX's refusal of an operation on a pending sum or a copy into one in the notation; lets others pass."""
     text = str(error)
     line = error_line(error)
     if maps_no_copies(error):
@@ -80,7 +79,7 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
 
 
 def raise_of_call(error: Exception, name: str, mesh) -> None:
-    """Turns what JAX says of a whole call, after its body was traced, into our words; passes by any other error.
+    """Puts what JAX says of a whole call, after its body was traced, into our words; lets any other error pass.
 
     Args:
         error: from `jax.shard_map`, also where the call is differentiated or mapped.
@@ -116,7 +115,7 @@ def raise_of_call(error: Exception, name: str, mesh) -> None:
 
 
 def raise_of_gradient(error: Exception, name: str) -> None:
-    """Turns what JAX says where it goes back through a manual function into our words; passes by any other error."""
+    """Puts what JAX says when it differentiates a manual function into our words; lets any other error pass."""
     if re.search(r"Expected cotangent type .*\{[UR]:|reduced rule for .* not implemented", str(error)):
         raise _of_a_copy(name) from error
 
@@ -129,7 +128,7 @@ def _of_a_copy(name: str) -> TypeMismatch:
 
 
 def refusal(operation: str, axes, line: str, bindings: Bindings) -> str:
-    """The text of a refusal, with the `reshard` that was forgotten."""
+    """The text of a refusal, with the missing `reshard`."""
     candidates = [s for s in dict.fromkeys(bindings.pending) if not axes or set(axes) & set(s.pending)]
     axes = axes or {a for s in candidates for a in s.pending}
     along = f" along {', '.join(sorted(axes))}" if axes else ""
@@ -141,7 +140,7 @@ def refusal(operation: str, axes, line: str, bindings: Bindings) -> str:
 
 
 def settled(shape: Shape, axes=None) -> Shape:
-    """The shape without its pending sums (those over `axes`)."""
+    """The shape without its pending sums (only those over `axes`, if given)."""
     rest = tuple(a for a in shape.pending if axes and a not in axes)
     return Shape(shape.dims, rest, shape.copied, shape.ellipsis)
 
@@ -162,7 +161,7 @@ def error_line(error: BaseException) -> str:
 
 
 def located(error: Exception) -> str:
-    """An error's text with the line of the user's program at its place: `rule, got values, in place (line): fix`."""
+    """An error's text with the line of the user's program in its place: `rule, got values, in place (line): fix`."""
     text, line = str(error), error_line(error)
     if not line or line in text:
         return text

@@ -1,4 +1,4 @@
-"""The one verb in manual mode: each step of a transition as the `jax.lax` collective."""
+"""`reshard` in manual mode: each step of a transition as a `jax.lax` collective."""
 
 import math
 
@@ -60,7 +60,7 @@ _LEFT = "the left side of a text is what the array is"
 
 
 def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[str] | None = None):
-    """Holds a slice's manual type against a shape; types it as differing over the axes that slice it.
+    """Checks a slice's manual type against a shape, and types it as differing along the axes that slice it.
 
     Args:
         mentioned: the mesh axes of the whole text. Along others the value may differ: a dimension that they slice may
@@ -99,12 +99,12 @@ def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[s
         seen = f"{what} along {', '.join(sorted(held))}" if held else f"not {what} along {', '.join(sorted(said))}"
         fix = f"write {' '.join(sign + axis for axis in sorted(held)) or f'no {sign}{sorted(said)[0]}'} there"
         if sign == "+" and said - held and said - held <= state.varying:
-            # What each device multiplies or sums by itself is to JAX's types no part of a sum.
+            # To JAX's types, what each device multiplies or sums by itself is no part of a sum.
             fix += f"; if these are partial sums, make them by einsum('... -> ... +{sorted(said - held)[0]}', ...)"
         elif sign == "+" and (
             lost := [s for s in (bindings.pending if bindings else ()) if (said - held) & set(s.pending)]
         ):
-            # JAX lets some operations through that are not linear, and takes their result for the whole one.
+            # JAX lets some nonlinear operations through, and takes their result for the whole.
             before = " or ".join(f'reshard("{s} -> {settled(s, said - held)}", ...)' for s in lost[-3:])
             fix += f"; if an operation took a sum that is pending there, settle it before that: {before}"
         raise TransitionError(f"{rule}, got {typeof(x)}, which is {seen}, for '{shape}', in {where}: {fix}")

@@ -42,12 +42,12 @@ def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection
     """Runs a function on each device's slices; the annotations say what is sliced over what.
 
     Arguments and the result are annotated arrays, named arrays, structs,
-    stacks, or containers of these. Inside, an array is one device's slice and
+    stacks, or containers of these. Inside, an array is one device's slice, but
     its type keeps the whole sizes: a name has one length in the call, and the
-    texts of `einsum`, `reshard` and the other verbs are held against it.
+    texts of `einsum`, `reshard` and the other verbs are checked against it.
 
-    Where a dimension is written without a mesh axis, and no state is written,
-    the array is the same on all devices. Each array comes in as its annotation
+    If a dimension is written without a mesh axis, and no state is written, the
+    array is the same on all devices. Each array must come in as its annotation
     says: nothing is moved to make it so. A pending sum that is not settled, or
     is used for anything but a sum, is refused while tracing.
 
@@ -97,7 +97,7 @@ def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection
 
 
 def _written(fn: Callable) -> Callable:
-    """The function that was written, of one with some of its arguments given."""
+    """The function as it was written, beneath any `functools.partial`."""
     return _written(fn.func) if isinstance(fn, functools.partial) else fn
 
 
@@ -202,7 +202,7 @@ class _Call:
         self.partly = bool(left)
 
     def spec(self, kind: ArrayType, place: str, array=None) -> PartitionSpec:
-        """How JAX slices an array of this type over the manual axes; of an argument, leading dimensions as it is."""
+        """How JAX slices an array of this type over the manual axes; an argument's leading dimensions as they are."""
         for axis in (*kind.shape.mesh_axes, *kind.shape.pending, *kind.shape.copied):
             if axis not in self.shape.shape:
                 raise NotationError(
@@ -260,7 +260,7 @@ class _Call:
         return arrays, specs
 
     def on_mesh(self, array, spec: PartitionSpec, leaf: Leaf):
-        """An array that is on no mesh is whole on every device: each takes its slice.
+        """Places an array that is on no mesh: it is whole on every device, and each takes its slice.
 
         Raises:
             MeshError: it is on another mesh.
@@ -282,7 +282,7 @@ class _Call:
         return placed(array, spec, self.mesh)
 
     def without_single_axes(self, array):
-        """JAX's types may mention mesh axes of size 1, ours do not."""
+        """Drops mesh axes of size 1, which JAX's types may mention and ours do not."""
         state = state_of(array)
         if state.mode != "explicit":
             return array
@@ -297,7 +297,7 @@ class _Call:
         return jax.reshard(array, spec_of(axes, keep(state.pending), keep(state.copied)))
 
     def result_types(self) -> list[tuple[PartitionSpec, set[ArrayType]]]:
-        """The different shardings that results have, and the annotated types of each."""
+        """The different shardings of the results, and the annotated types with each."""
         hint, place = self.hints.get("return"), f"result of `{self.name}`"
         kinds = array_types(hint)
         if not kinds:
@@ -390,7 +390,7 @@ class _Call:
         return real_axes(kind.shape, self.shape)
 
     def check_result(self, leaf: Leaf) -> None:
-        """Names, dtype and sizes of a result; its sharding is checked in `leave`."""
+        """Checks the names, dtype and sizes of a result; its sharding is checked in `leave`."""
         bare = ArrayType(leaf.kind.dtype, leaf.kind.shape.bare())
         check_array(leaf.value, bare, leaf.place, Bindings(self.name))
         if own := getattr(leaf.value, "slices", ()):  # a named array remembers how it is sliced
@@ -403,7 +403,7 @@ class _Call:
         bind_shape(leaf.kind.shape, _plain(leaf.value), leaf.place, self.bindings)
 
     def check_lies(self, leaf: Leaf, dims: tuple) -> None:
-        """A result's slices, where JAX's type does not say which dimension a mesh axis slices, and in which order."""
+        """Checks which dimensions of a result mesh axes slice, and in which order: JAX's type does not say it."""
         wanted = self.real(leaf.kind)
         if otherwise(dims, tuple(self.manual_only(dim.axes) for dim in wanted.dims)):
             why = joined_in(wanted, dims)
@@ -413,7 +413,7 @@ class _Call:
             )
 
     def check_same(self, leaf: Leaf, untold: frozenset[str]) -> None:
-        """A result that differs along a mesh axis, where JAX's type says that it does not."""
+        """Refuses a result that differs along a mesh axis although JAX's type says that it does not."""
         if along := sorted(untold - set(self.real(leaf.kind).mesh_axes)):
             raise TypeMismatch(
                 f"a result is what its annotation says, got one that differs along {', '.join(along)} for {leaf.kind}, "
@@ -454,7 +454,7 @@ class _Call:
 
 
 def _number(leaf: Leaf) -> Leaf:
-    """A Python number where a scalar goes, as an array."""
+    """A leaf with the Python number in place of a scalar made an array."""
     if leaf.kind is None or leaf.kind.shape.dims or not isinstance(leaf.value, bool | int | float):
         return leaf
     dtype = None if leaf.kind.dtype == "shaped" else DType(leaf.kind.dtype).jax
@@ -462,7 +462,7 @@ def _number(leaf: Leaf) -> Leaf:
 
 
 def _sliced(spec: PartitionSpec, rank: int) -> tuple:
-    """For each dimension the mesh axes that a spec slices it over."""
+    """For each dimension, the mesh axes that a spec slices it over."""
     axes = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec.partitions]
     return (*axes, *[()] * (rank - len(axes)))
 

@@ -1,9 +1,9 @@
-"""Slices that meet, and slices that leave, lie as the texts say: a check of a manual program's equations.
+"""Checks a manual program's equations: slices that meet, and slices that leave, must lie as the texts say.
 
 A JAX type says along which mesh axes devices hold different values, not which dimension a mesh axis slices, nor which
 of two on one dimension is the major one: `a/x/y b`, `a/y/x b` and `a/y b/x` are one type. Annotations say it where
-values enter and leave, the texts of `reshard` where they move. In between it is followed here, from operation to
-operation. What a collective of JAX's own does to slices is not known, and is not held against anything.
+values enter and leave, and the texts of `reshard` where they move. In between, this check follows it from operation to
+operation. What a collective of JAX's own does to slices is not known, and is not checked against anything.
 """
 
 import itertools
@@ -21,17 +21,17 @@ from trellis.program.reading import Body, Operation, Program, Value
 from trellis.program.scopes import transition_in
 from trellis.program.slices import JOINED, bare_axis, broadcasts, slices_kept, windows
 
-# Whose operands meet otherwise than place by place.
+# Operations whose operands do not meet element by element.
 _NOT_ELEMENTWISE = frozenset("dot_general ragged_dot_general sort gather triangular_solve conv_general_dilated".split())
 
 Axes = tuple[str, ...]
-# For each dimension the mesh axes that slice it, major to minor; none where nothing is known.
+# For each dimension, the mesh axes that slice it, major to minor; none if nothing is known.
 Dims = tuple[Axes, ...]
 
 
 def check_slices(program: Program, given: list[Dims], bindings: Bindings) -> list[tuple[Dims, frozenset[str]]]:
-    """How the dimensions of each result of a program are sliced, as far as that is known; and along which mesh axes it
-    differs though its JAX type says that it is the same.
+    """How the dimensions of each result of a program are sliced, as far as that is known, and along which mesh axes it
+    differs although its JAX type says that it is the same.
 
     Args:
         program: the body of a `shard_map`.
@@ -47,23 +47,23 @@ def check_slices(program: Program, given: list[Dims], bindings: Bindings) -> lis
 
 
 def sliced_as(shape: Shape, dims: Dims) -> Shape:
-    """A shape with its dimensions sliced otherwise, for messages."""
+    """A shape with its dimensions sliced differently, for messages."""
     plain = lambda axes: tuple(bare_axis(axis) for axis in axes)
     named = tuple(Dim(dim.name, plain(axes)) for dim, axes in zip(shape.dims, dims, strict=True))
     return Shape(named, shape.pending, shape.copied)
 
 
 def otherwise(known: Dims, said: Dims) -> bool:
-    """Whether a text slices dimensions over the mesh axes that slice them, but otherwise.
+    """Whether a text slices dimensions over the mesh axes that do slice them, but differently.
 
-    Over others it cannot: JAX's types refuse that. And what is known of a part of them may be known of another value.
+    JAX's types refuse other mesh axes. And what is known of only some of them may be known of another value.
     """
     axes = [sorted(bare_axis(a) for axes in dims for a in axes) for dims in (known, said)]
     return len(known) == len(said) and known != said and axes[0] == axes[1]
 
 
 def joined_in(shape: Shape, dims: Dims) -> str:
-    """What a message adds where dimensions were joined of which not the first alone is sliced."""
+    """What a message adds if dimensions were joined and not the first alone is sliced."""
     names = [dim.name for dim, axes in zip(shape.dims, dims, strict=True) if any(a.startswith(JOINED) for a in axes)]
     if not names:
         return ""
@@ -73,9 +73,10 @@ def joined_in(shape: Shape, dims: Dims) -> str:
 class _Check:
     def __init__(self, bindings: Bindings):
         self.bindings = bindings
-        # To JAX (0.10.2, 0.12.0) what a `sort` gives beside its keys, as `argsort` does, is the same on all devices if
-        # it was before it was sorted; so is what a branch or a loop gives that each device chooses, or repeats, for
-        # itself; and what a callback gives. Along which axes it, and what is made of it, differs:
+        # JAX (0.10.2, 0.12.0) takes some values for the same on all devices that may differ: what a `sort` gives beside
+        # its keys, as `argsort` does, if it was the same before; the results of a branch or a loop that each device
+        # chooses, or repeats, for itself; and what a callback gives. Along which axes these, and what is made of them,
+        # differ:
         self.untold: dict[Value, frozenset[str]] = {}
         # The mesh axes along which devices choose for themselves whether the operations of a body run.
         self.chosen: frozenset[str] = frozenset()
@@ -101,7 +102,7 @@ class _Check:
         return [of(value) for value in body.results]
 
     def follow(self, operation: Operation) -> None:
-        """Keeps what JAX's types do not say of an operation's results.
+        """Records what JAX's types do not say of an operation's results.
 
         Raises:
             TypeMismatch: numbers that have a gradient are sorted by keys of each device's own, or go into a branch that
@@ -114,7 +115,7 @@ class _Check:
             self.refuse_unlike(operation, operation.operands, along, f"{rule}, got some that are the same along {{}}")
         elif operation.name == "cond":
             rule = "a branch that each device chooses for itself takes numbers that differ as the choice does"
-            values = [value for value in operation.operands[1:] if not copied(value)]  # whose gradients stay parts
+            values = [value for value in operation.operands[1:] if not copied(value)]  # copies' gradients stay pending
             self.refuse_unlike(
                 operation, values, self.choice(operation), f"{rule}, got some that are the same along {{}}"
             )
@@ -131,14 +132,15 @@ class _Check:
                 self.untold[value] = axes
 
     def choice(self, operation: Operation) -> frozenset[str]:
-        """The mesh axes along which a branch is chosen, or a loop ends, otherwise on each device."""
+        """The mesh axes along which devices choose a branch, or end a loop, differently."""
         if operation.name not in ("cond", "while"):
             return frozenset()
         value = operation.operands[0] if operation.name == "cond" else operation.bodies[0].results[0]
         return varying(value) | self.differs(value)
 
     def refuse_unlike(self, operation: Operation, values: Iterable[Value], along: frozenset[str], rule: str) -> None:
-        """Numbers that are the same on devices of which each makes something else: JAX would not sum their gradient."""
+        """Refuses numbers that are the same on devices that each do something else with them, since JAX would not sum
+        their gradient."""
         for value in values:
             if jnp.issubdtype(value.aval.dtype, jnp.inexact) and (lacks := sorted(along - varying(value))):
                 raise TypeMismatch(
@@ -161,7 +163,7 @@ class _Check:
         if operation.name in COLLECTIVES:
             over = set(axes_over(operation))
             moved = any(over.intersection(map(bare_axis, axes)) for dims in operands for axes in dims)
-            # Around a ring of one mesh axis slices keep their order.
+            # Around a ring of one mesh axis, slices keep their order.
             if moved and not (operation.name == "ppermute" and len(over) == 1):
                 return unknown
         for one, other in _meeting(operation, operands):
@@ -175,14 +177,14 @@ class _Check:
         return [slices_kept(operation, operands, value.shape) for value in operation.results]
 
     def refuse_turned(self, operation: Operation, operands: list[Dims]) -> None:
-        """Arrays that are added element by element, of which a mesh axis slices different dimensions."""
+        """Refuses arrays that meet element by element if a mesh axis slices different dimensions of them."""
         if operation.name in _NOT_ELEMENTWISE or not operation.results:
             return
         named = [tuple(tuple(map(bare_axis, axes)) for axes in dims) for dims in operands]
         alike = [dims for value, dims in zip(operation.operands, named) if value.shape == _shape(operation)]
         for one, other in itertools.combinations(alike, 2):
             for axis in {a for axes in one for a in axes}:
-                # Of a block of products both dimensions are slices over one mesh axis.
+                # In a block of products, both dimensions are sliced over one mesh axis.
                 mine, its = ([i for i, axes in enumerate(dims) if axis in axes] for dims in (one, other))
                 if its and not set(mine) & set(its):
                     raise TypeMismatch(
@@ -192,7 +194,7 @@ class _Check:
                     )
 
     def text(self, operation: Operation, operands: list[Dims], texts: tuple[Shape, Shape]) -> list[Dims]:
-        """Within a `reshard`: what comes from outside of it is its left side, and what it makes its right side."""
+        """Within a `reshard`: what comes from outside lies as its left side says, what it makes as its right side."""
         before, after = (tuple(dim.axes for dim in text.dims) for text in texts)
         for value, dims in zip(operation.operands, operands, strict=True):
             inside = value.maker is not None and transition_in(value.maker.scope) == texts
@@ -207,7 +209,7 @@ class _Check:
         return [after if len(after) == len(value.shape) else _unknown(value) for value in operation.results]
 
     def inner(self, operation: Operation, operands: list[Dims]) -> list[Dims]:
-        """Through the bodies of a loop, of branches, or of a call that does not take its operands as they are."""
+        """Follows the bodies of a loop, of branches, or of a call that does not take its operands as they are."""
         known = dict(zip(operation.operands, operands, strict=True))
         given = {
             body: [known[outer] for _, outer in operation.entering(body)] or [_unknown(v) for v in body.inputs]
@@ -248,13 +250,13 @@ class _Check:
             dims[first : first + count] = [a if a == b else ((),) * len(a) for a, b in zip(before, got)]
             if not self.carried(operation) and dims[first : first + count] == before:
                 break
-        # Turns follow each other through the slices that they are taken from, and so does what is stacked of them.
+        # The turns of a loop go through the slices of what is scanned in order, and so do the results that it stacks.
         scanned = {operation.operands[at] for at in range(first + count, len(operation.operands))}
         turns = max((known[v][0] for v in scanned if known[v]), key=len, default=())
         return [*got[:count], *((turns, *each) for each in got[count:])]
 
     def carried(self, operation: Operation) -> bool:
-        """Keeps for the next turn what types do not say of what a loop carries; whether that is more than before."""
+        """Records for the next turn what types do not say of what a loop carries; whether that is more than before."""
         more = False
         first, count = operation.carries
         after = operation.bodies[-1].results[:count]

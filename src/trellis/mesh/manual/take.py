@@ -19,8 +19,8 @@ def take_plain(text: str, table, ids):
     """Rows of a table, written with names and shardings.
 
     Each device looks up its own positions in the rows that it has, and nothing is moved: the rows are partial sums
-    over the mesh axes that slice the dimension looked up. Negative positions count from the end; outside they read
-    zeros. Names that both have are aligned: `"batch/d vocab/m, batch/d -> batch/d +m"` is one value of each row.
+    over the mesh axes that slice the dimension looked up. Negative positions count from the end; those out of range
+    read zeros. Names that both have are aligned: `"batch/d vocab/m, batch/d -> batch/d +m"` is one value of each row.
 
     Args:
         text: the table's shape, the positions' shape, `->`, and the result's: the names that only the positions have
@@ -109,15 +109,15 @@ def rows_here(table, ids, axis: int, sliced: tuple[str, ...], lookup=None):
     rows = functools.partial(_rows, axis=axis) if lookup is None else lookup
     if local.size != 1:
         return rows(table, local)
-    # JAX 0.10.2's XLA does not drop a single update out of range, but writes it over another row, where what it is
-    # added to is a slice itself (docs/published-bugs.md): of one position the gradient is scattered within range.
+    # JAX 0.10.2's XLA does not drop a single update out of range, but writes it over another row, if what it is added
+    # to is a slice itself (docs/published-bugs.md). So the gradient of a single position is scattered within range.
     here = local < count
     found = rows(table, jnp.where(here, local, 0))
     return jnp.where(here.reshape(()), found, jnp.zeros((), found.dtype))
 
 
 def aligned_rows(table, ids, looked_up: Names, words: tuple[Names, Names, Names], sharding=None):
-    """Values along names, in each place of the names that the table and the positions share.
+    """Looks up values along names, separately in each place of the names that the table and the positions share.
 
     Args:
         table: any array.
@@ -142,7 +142,7 @@ def aligned_rows(table, ids, looked_up: Names, words: tuple[Names, Names, Names]
 
 
 def from_start(ids, size: int):
-    """Positions counted from 0, as 32-bit integers; those that are outside at either end are `size`."""
+    """Positions counted from 0, as 32-bit integers; those out of range at either end become `size`."""
     if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
         return jnp.minimum(ids.astype(jnp.uint32), jnp.uint32(size)).astype(jnp.int32)
     ids = ids.astype(jnp.int32)

@@ -30,7 +30,7 @@ def groups_of(instruction: Instruction, machine, team: Team) -> Groups:
 
 
 def _by_group(x: np.ndarray, groups: Groups, team: Team, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """What each gets by a function of what its group's members hold, `"member dim ..."`: one row is for all of them."""
+    """What each device gets by a function of what its group's members hold, `"member dim ..."`; one row is for all."""
     rows = spread(x, team)
     found = [function(rows[group]) for group in groups]
     if len(groups) == 1 and len(found[0]) == 1:
@@ -52,7 +52,7 @@ def _cut(rows: np.ndarray, dim: int, members: int) -> np.ndarray:
 
 
 def _exchanged(rows: np.ndarray, dim: int) -> np.ndarray:
-    """Each member's pieces along a dimension to the others, in their place the others' pieces."""
+    """Sends each member's pieces along a dimension to the others, and puts the others' pieces in their place."""
     pieces = [np.split(row, len(rows), dim) for row in rows]
     return np.stack([np.concatenate([own[i] for own in pieces], dim) for i in range(len(rows))])
 
@@ -131,7 +131,7 @@ def _permute(instruction: Instruction, machine) -> Callable:
 
 
 def _ragged(instruction: Instruction, machine) -> Callable:
-    """Rows from where each sender has them to where it says that they go, as many as it says."""
+    """Sends rows from where each sender has them to where it says that they go, as many as it says."""
 
     def run(values: Sequence[np.ndarray], team: Team) -> Value:
         rows, room, begins, counts, targets, _ = (spread(v, team) for v in values)

@@ -91,7 +91,7 @@ def _copy_done(instruction: Instruction, machine) -> Callable:
 def _start(instruction: Instruction, machine) -> Callable:
     """The start of an operation, or of a computation, that its `-done` waits for: operands, result, and contexts.
 
-    Nothing runs meanwhile here: the result is made at once.
+    Nothing runs in the meantime here: the result is made at once.
     """
     if instruction.op == "copy-start":
         return _copy_start(instruction, machine)
@@ -113,7 +113,7 @@ def _start(instruction: Instruction, machine) -> Callable:
 
 
 def _is_its_result(start: Instruction) -> bool:
-    """Whether the start of an all-reduce has the type of its result alone, as it has until JAX 0.10."""
+    """Whether the start of an all-reduce has the type of its result alone, as it had until JAX 0.10."""
     parts = tuple_parts(start.type)
     return start.op == "all-reduce-start" and not (parts and parts[0].startswith("("))
 

@@ -1,7 +1,7 @@
 """Custom calls: a compiler's own marks, random bits, sorting and products of libraries, and opaque kernels.
 
-A kernel whose inside the program does not show stands for a reference of `kernels/`; which ones those were is kept, so
-that a report can say it.
+A reference of `kernels/` stands in for a kernel whose inside the program does not show. Which ones those were is kept,
+so that a report can say it.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ def _unwritten(instruction: Instruction, machine) -> Callable:
 
 
 def _async_start(instruction: Instruction, machine) -> Callable:
-    """The start of a TPU's collective inside of a fusion: the collective's inputs, its results, flags and semaphores.
+    """The start of a TPU's collective inside a fusion: the collective's inputs, its results, flags and semaphores.
 
     The fusions that follow repeat the collective from these inputs.
     """
@@ -72,7 +72,7 @@ def _joined(instruction: Instruction, machine) -> Callable:
 
 
 def more_inputs(instruction: Instruction, others: Mapping[str, Instruction]) -> list[str]:
-    """What an operation reads besides its operands: the start of an asynchronous collective hands on its inputs."""
+    """What an operation reads besides its operands: the start of an asynchronous collective passes on its inputs."""
     if instruction.op != "custom-call" or len(instruction.operands) != 1:
         return []
     if instruction.quoted("custom_call_target") != "AsyncCollectiveStart":
@@ -125,7 +125,7 @@ TARGETS: Mapping[str, Callable] = {
     "cu_threefry2x32_ffi": _threefry,
 }
 _NAMED_APART = ("tpu_custom_call", "__gpu$xla.gpu.triton")
-# By how the target begins, or the instruction's name where all kernels have one target.
+# By how the target begins, or the instruction's name if all kernels have one target.
 KERNELS: Mapping[str, Callable] = {**kernels.SPLASH, **kernels.FURTHER, **kernels.CUDNN, **kernels.GROUPED}
 
 

@@ -12,7 +12,7 @@ from trellis.proof.interpreter.values import FLOATS, NotInterpreted, Value
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Integers towards zero, and -1 by zero, as XLA does."""
+    """A quotient as XLA has it: of integers towards zero, and -1 for a division by zero."""
     if a.dtype.kind == "f":
         return a / b
     safe = np.where(b == 0, 1, b)
@@ -22,7 +22,7 @@ def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """With the sign of the dividend; integers by zero give the dividend."""
+    """A remainder with the sign of the dividend; integers divided by zero give the dividend."""
     if a.dtype.kind == "f":
         return np.fmod(a, b)
     return np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b)))
@@ -39,7 +39,7 @@ def _ones(x: np.ndarray) -> np.ndarray:
 
 
 def _shift(turn: Callable) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """A shift that gives zeros (of a negative number to the right, its sign) where all bits leave."""
+    """A shift that gives zeros (for a negative number to the right, its sign) if all bits leave."""
 
     def shift(x: np.ndarray, by: np.ndarray) -> np.ndarray:
         bits = 8 * x.dtype.itemsize
@@ -151,7 +151,7 @@ def _clamp(instruction: Instruction, machine) -> Callable:
 
 
 def _widened(x: np.ndarray, rank: int) -> np.ndarray:
-    """A scalar of each device beside an array of each."""
+    """A scalar on each device, in a shape that goes with an array on each."""
     return x.reshape(len(x), *[1] * (rank - 1)) if x.ndim == 1 else x
 
 
@@ -161,7 +161,7 @@ def _convert(instruction: Instruction, machine) -> Callable:
 
 
 def converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """As another type: to integers towards zero, within their range, and NaN as 0."""
+    """Numbers as another type: to integers towards zero, within their range, and NaN as 0."""
     if x.dtype.kind == "f" and dtype.kind in "iu":
         info = np.iinfo(dtype)
         inside: np.ndarray = np.clip(np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0.0), info.min, info.max)

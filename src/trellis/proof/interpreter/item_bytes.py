@@ -1,7 +1,7 @@
 """Arrays as the bytes of their elements, which a compiler copies in parts that begin anywhere.
 
-Floats are not held in as many bytes as the program gives them. So a byte is held as the number that it is of and its
-place in that number: bytes can be moved and put together again, and whatever would compute with them fails.
+Floats are not held in as many bytes as the program gives them. So a byte is held as the number that it is part of and
+its place in that number. Bytes can be moved and put together again, and whatever would compute with them fails.
 """
 
 import math

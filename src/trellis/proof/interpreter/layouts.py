@@ -60,7 +60,7 @@ def parse_type(text: str) -> Type:
 
 @functools.lru_cache(maxsize=1024)
 def _memory(shape: tuple[int, ...], order: tuple[int, ...], tiles: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    """For each place in memory the number of the element there, counted in row-major order, or -1 for padding."""
+    """For each place in memory, the number of the element there, counted in row-major order, or -1 for padding."""
     at = np.arange(math.prod(shape)).reshape(shape).transpose(order[::-1])
     for tile in tiles:
         rank = len(tile)
@@ -75,13 +75,13 @@ def _memory(shape: tuple[int, ...], order: tuple[int, ...], tiles: tuple[tuple[i
 
 
 def in_memory(kind: ArrayType) -> np.ndarray:
-    """For each place in an array's memory the number of the element there, or -1 for padding."""
+    """For each place in an array's memory, the number of the element there, or -1 for padding."""
     return _memory(kind.shape, kind.order, kind.tiles)
 
 
 @functools.lru_cache(maxsize=4096)
 def _moved(before: ArrayType, after: ArrayType) -> np.ndarray | None:
-    """For each element after a bitcast the number of the element before, -1 for padding; None if the order stays."""
+    """For each element after a bitcast, the number of the element before, -1 for padding; None if the order stays."""
     source, target = in_memory(before), in_memory(after)
     if len(source) != len(target):  # padded differently: the elements follow each other in memory
         source, target = source[source >= 0], target[target >= 0]
@@ -93,7 +93,7 @@ def _moved(before: ArrayType, after: ArrayType) -> np.ndarray | None:
 
 
 class Overfull(np.ndarray):
-    """An array whose memory has more than its elements: what a bitcast to a smaller shape hides, and another may show.
+    """An array whose memory has more than its elements: a bitcast to a smaller shape hides some, another may show them.
 
     Attributes:
         memory: what is in memory, `device place`.
@@ -105,7 +105,7 @@ class Overfull(np.ndarray):
 
 
 def bitcast(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:
-    """The same memory as another shape or order. What was padding is not known, and becomes NaN where it can.
+    """Reads the same memory as another shape or order. What was padding is not known, and becomes NaN if it can.
 
     Args:
         x: `device dim ...`, in the type `before`.
@@ -128,10 +128,10 @@ def bitcast(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:
 
 
 def _tiled_alike(before: ArrayType, after: ArrayType) -> tuple[ArrayType, ArrayType]:
-    """Both types in the tiles of one of them, where the other is a matrix or more and has none.
+    """Both types in the tiles of one of them, if the other is a matrix or more and has none.
 
     libtpu of JAX 0.12 writes results of products without tiles. They are in tiles nevertheless: the windows that it
-    moves over them have as many steps as tiles, and read in rows the numbers would be others.
+    moves over them have as many steps as there are tiles, and the numbers would be wrong if they were read in rows.
     """
     if not before.tiles and len(before.shape) > 1:
         before = dataclasses.replace(before, tiles=after.tiles)
@@ -162,7 +162,7 @@ def _places(kind: ArrayType) -> tuple:
 
 
 def blank(kind: Type, devices: int, held_as) -> object:
-    """Memory that nobody has written: NaN where a type has it.
+    """Memory that has not been written: NaN if a type has it.
 
     Args:
         kind: the type.

@@ -33,7 +33,7 @@ Observer = Callable[[Instruction, Value, Team], None]
 
 @contextlib.contextmanager
 def _named(instruction: Instruction) -> Generator[None]:
-    """Whatever goes wrong with an operation is said with its name."""
+    """Reports whatever goes wrong with an operation under its name."""
     try:
         yield
     except (NotInterpreted, Faulty, Failed):
@@ -76,7 +76,7 @@ class Interpreter:
         self._plans: dict[str, list] = {}
         self._scalars: set[str] = set()
         self._combiners: dict[str, Callable] = {}
-        self.opaque: set[str] = set()  # kernels that a reference stood for
+        self.opaque: set[str] = set()  # kernels for which a reference stood in
 
     def __call__(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Runs the program.
@@ -115,7 +115,7 @@ class Interpreter:
         return sorted(found, key=lambda i: int(i.literal))
 
     def run(self, computation: str, arguments: Sequence[Value], team: Team) -> Value:
-        """A computation on some devices."""
+        """Runs a computation on some devices."""
         values: dict[str, Value] = {}
         root = None
         for instruction, function, operands, gone in self.plan(computation):
@@ -145,7 +145,7 @@ class Interpreter:
         return found
 
     def plan(self, computation: str) -> list[tuple[Instruction, Callable | None, list[str], list[str]]]:
-        """The operations of a computation: how each is made, from what, and what nobody needs after it."""
+        """The operations of a computation: how each is made, from what, and what is not needed after it."""
         if computation not in self._plans:
             instructions = self.program.computations[computation]
             used = [self._inputs(i, computation) for i in instructions]
@@ -169,7 +169,7 @@ class Interpreter:
         return names + custom.more_inputs(instruction, {i.name: i for i in self.program.computations[computation]})
 
     def prepared(self, instruction: Instruction) -> Callable:
-        """What an operation does, with its attributes read once: from its operands' values and the team to its own."""
+        """An operation, its attributes read once, as a function from its operands' values and the team to its own."""
         make = OPERATIONS.get(instruction.op)
         if make is None:
             endings = [m for ending, m in control.ENDINGS.items() if instruction.op.endswith(ending)]
@@ -190,11 +190,11 @@ class Interpreter:
         return [self.type(self.program.by_name[name]) for name in instruction.operands]
 
     def held(self, dtype: str) -> np.dtype:
-        """What an element type is held in."""
+        """The numpy type that an element type is held in."""
         return held_as(dtype, self.wide)
 
     def dtype(self, instruction: Instruction) -> np.dtype:
-        """What an operation's elements are held in; of several arrays, the first's."""
+        """The numpy type that an operation's elements are held in; for several arrays, the first's."""
         kind = self.type(instruction)
         while isinstance(kind, tuple):
             kind = kind[0]
@@ -202,11 +202,11 @@ class Interpreter:
 
     @staticmethod
     def integers(instruction: Instruction, name: str) -> tuple[int, ...]:
-        """An attribute's integers, as of `dimensions={0,2}`."""
+        """An attribute's integers, such as those of `dimensions={0,2}`."""
         return tuple(int(n) for n in re.findall(r"-?\d+", instruction.attribute(name) or ""))
 
     def combiner(self, computation: str) -> Callable:
-        """A computation of scalars as a function of arrays: numpy's own where it is one operation."""
+        """A computation of scalars as a function of arrays: numpy's own if it is one operation."""
         if computation not in self._combiners:
             self._combiners[computation] = self._combiner(computation)
         return self._combiners[computation]

@@ -1,6 +1,6 @@
 """How much memory executing a program takes, known before anything runs.
 
-A program is walked through as it is executed, with sizes in the place of arrays, which live as long as the arrays will.
+A program is walked through as it is executed, with sizes in place of arrays, which live as long as the arrays will.
 Loops make one turn.
 """
 
@@ -15,7 +15,7 @@ from trellis.inspect.hlo import Instruction
 from trellis.proof.interpreter.layouts import Type
 from trellis.proof.interpreter.values import NO_DATA
 
-# What tells the devices apart; all else is the same on all of them where its operands are.
+# Operations that tell the devices apart; all others give the same on all of them if their operands are the same.
 _DIFFERS = ("partition-id", "replica-id")
 
 
@@ -31,7 +31,7 @@ class _Sum:
 
 
 class _Array:
-    """An array's size: for so many devices, so many bytes."""
+    """An array's size: for how many devices, and how many bytes."""
 
     def __init__(self, rows: int, size: int, total: _Sum):
         self.rows, self.size = rows, rows * size
@@ -40,7 +40,7 @@ class _Array:
 
 
 def most_bytes(machine: Any, given: Sequence[np.ndarray]) -> int:
-    """The most memory that values take at a time while a program runs, beside its arguments.
+    """The most memory that values take at any time while a program runs, beside its arguments.
 
     Args:
         machine: the `Interpreter` of the program.

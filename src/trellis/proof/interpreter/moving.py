@@ -35,7 +35,7 @@ def _bitcast(instruction: Instruction, machine) -> Callable:
 
 
 def viewed(before: ArrayType, after: ArrayType, machine, name: str) -> Callable[[np.ndarray], np.ndarray]:
-    """From an array to what another type sees in its memory; `name` is that of the instruction that asks."""
+    """A function from an array to what another type sees in its memory; `name` is that of the instruction that asks."""
     held = [machine.held(kind.dtype) for kind in (before, after)]
     if before.dtype == after.dtype or held[0] == held[1]:
         return lambda x: bitcast(x, before, after)
@@ -43,7 +43,7 @@ def viewed(before: ArrayType, after: ArrayType, machine, name: str) -> Callable[
         return lambda x: np.ascontiguousarray(bitcast(x, before, after)).view(held[1])
     whole = all(h.itemsize * 8 == item_bits(kind.dtype) for h, kind in zip(held, (before, after), strict=True))
     if whole and all((in_memory(kind) >= 0).all() for kind in (before, after)):
-        # Bytes of floats that are held in fewer are no numbers (`taken_apart`).
+        # Bytes of floats that are held in fewer bytes are no numbers (`taken_apart`).
         return lambda x: put_together(x, before, after) if x.dtype.names else in_other_items(x, before, after, held[1])
     if after.dtype in BYTES:
         return lambda x: taken_apart(x, before, after)
@@ -123,7 +123,7 @@ def _pad(instruction: Instruction, machine) -> Callable:
 
 
 def _starts(values: Sequence[np.ndarray], room: Sequence[int]) -> np.ndarray:
-    """Where slices begin on each device, moved inside of the array: `"device dim"`."""
+    """Where slices begin on each device, moved inside the array: `"device dim"`."""
     devices = max((len(v) for v in values), default=1)
     columns = [np.broadcast_to(np.clip(v.astype(np.int64), 0, most), devices) for v, most in zip(values, room)]
     return np.stack(columns, -1) if columns else np.zeros((devices, 0), np.int64)

@@ -1,4 +1,4 @@
-"""Matrix products: dots, and convolutions, as which a TPU's compiler writes them."""
+"""Matrix products: dots, and convolutions, which a TPU's compiler makes of them."""
 
 import re
 from collections.abc import Callable

@@ -89,7 +89,7 @@ def _reduce_window(instruction: Instruction, machine) -> Callable:
 
 
 def _windows(x: np.ndarray, start: np.ndarray, dim: int, places: np.ndarray) -> np.ndarray:
-    """What each place along a dimension sees, in a dimension behind it; the start where there is nothing."""
+    """What each place along a dimension sees, in a dimension after it; the start where there is nothing."""
     found = np.take(x, np.maximum(places, 0), 1 + dim)
     outside = (places < 0).reshape(*places.shape, *[1] * (x.ndim - 2 - dim))
     return np.where(outside, start.reshape(len(start), *[1] * (found.ndim - 1)), found).astype(x.dtype)
@@ -129,7 +129,7 @@ def _scatter(instruction: Instruction, machine) -> Callable:
 
 
 def _written(out: list[np.ndarray], numbers: np.ndarray, news: list[np.ndarray], combine: Combiner) -> None:
-    """Combines elements in place with new ones, one after the other where several meet one."""
+    """Combines elements in place with new ones, one after the other if several meet one."""
     if len(out) == 1 and isinstance(combine, np.ufunc):
         combine.at(out[0], numbers, news[0])
         return

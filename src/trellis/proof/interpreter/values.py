@@ -1,8 +1,8 @@
 """What the interpreter computes with: one array for all devices, and which devices take part.
 
-An array of HLO is a numpy array with one more dimension in front, the devices: `device dim ...`. Where it is the same
-on all of them that dimension has size 1, so that what all devices compute alike is computed once. A tuple is a tuple.
-Floats are held in one wide type whatever the program says, so that a difference is an error and not rounding.
+An array of HLO is a numpy array with one more dimension in front, the devices: `device dim ...`. If it is the same on
+all of them, that dimension has size 1, so that what all devices compute alike is computed once. A tuple is a tuple.
+Floats are held in one wide type, whatever the program says, so that a difference is an error and not rounding.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Team:
         return len(self.devices)
 
     def part(self, places: np.ndarray) -> "Team":
-        """Those at the given places."""
+        """The devices at the given places."""
         return Team(self.devices[places])
 
 
@@ -66,7 +66,7 @@ def held_as(dtype: str, wide: np.dtype) -> np.dtype:
 
 
 def spread(value: np.ndarray, team: Team) -> np.ndarray:
-    """The array with a row for each device, also where all are the same."""
+    """The array with a row for each device, even if all are the same."""
     return np.broadcast_to(value, (len(team), *value.shape[1:])) if len(value) != len(team) else value
 
 
@@ -91,7 +91,7 @@ def merged(parts: Sequence[tuple[np.ndarray, Value]], team: Team) -> Value:
 
 
 def each(function: Callable, arrays: Sequence[np.ndarray], team: Team) -> Any:
-    """A function of one device's arrays on every device; once where all devices hold the same.
+    """Runs a function of one device's arrays on every device; only once if all devices hold the same.
 
     Args:
         function: from arrays without the dimension of devices to one, or to a tuple of them.

@@ -1,6 +1,6 @@
 """Programs that are not partitioned yet: whole arrays, and within a `shard_map` each device's parts of them.
 
-Outside of manual regions a value is whole and the same on all devices. Shardy's custom calls cut it into parts where a
+Outside manual regions, a value is whole and the same on all devices. Shardy's custom calls cut it into parts where a
 region begins, and put the parts together again, or sum them up, where it ends.
 """
 
@@ -18,7 +18,7 @@ _MESHES = re.compile(r"xla\.sdy\.meshes=\{(\w+) = #sdy\.mesh<\[([^\]]*)\](, devi
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """The axes of a program's mesh, from its head; nothing where it names no mesh, or numbers its devices otherwise.
+    """The axes of a program's mesh, from its head; nothing if it names no mesh or numbers its devices differently.
 
     >>> mesh_of('HloModule f, frontend_attributes={xla.sdy.meshes={mesh = #sdy.mesh<["data"=2, "model"=4]>}}')
     {'data': 2, 'model': 4}
@@ -31,7 +31,7 @@ def mesh_of(text: str) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Sharding:
-    """For each dimension the mesh axes that cut it, and those along which the array is a pending sum."""
+    """For each dimension, the mesh axes that cut it, and those along which the array is a pending sum."""
 
     dims: tuple[tuple[str, ...], ...]
     pending: tuple[str, ...]
@@ -114,7 +114,7 @@ def _end(instruction: Instruction, machine) -> Callable:
 
 
 def _each(one: Callable, shardings: list[_Sharding], machine, instruction: Instruction) -> Callable:
-    """The same for every operand; the devices are all there are."""
+    """Does the same for every operand, on all devices that there are."""
     kind = machine.type(instruction)
 
     def run(values, team) -> Value:

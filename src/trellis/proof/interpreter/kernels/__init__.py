@@ -1,4 +1,4 @@
-"""What opaque kernels compute: references in numpy that stand for them when a program is executed here."""
+"""What opaque kernels compute: references in numpy that stand in for them when a program is executed here."""
 
 from trellis.proof.interpreter.kernels.cudnn import KERNELS as CUDNN
 from trellis.proof.interpreter.kernels.further import KERNELS as FURTHER

@@ -1,8 +1,8 @@
-"""Softmax attention of one device in numpy, forward and backward: what attention kernels stand for."""
+"""Softmax attention of one device in numpy, forward and backward: stands in for attention kernels."""
 
 import numpy as np
 
-# The score of a hidden key in kernels of attention.
+# The score of a hidden key in attention kernels.
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 
 
@@ -22,8 +22,8 @@ def scores_of(q: np.ndarray, k: np.ndarray, seen: np.ndarray, bias: np.ndarray |
 def forward(scores: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The output, `batch heads pos head_dim`, and the log of the sums of exponentials, `batch heads pos`.
 
-    Of a query that sees no key the output is zero and the log as small as kernels make it, no NaN and no infinity:
-    where tiles are added up such a query counts for nothing.
+    For a query that sees no key, the output is zero and the log as small as kernels make it, no NaN and no infinity:
+    when tiles are added up, such a query counts for nothing.
     """
     largest = scores.max(-1, keepdims=True)
     largest = np.where(np.isfinite(largest), largest, 0)
@@ -62,7 +62,7 @@ def backward(
 
 
 def _repeated(x: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """Key heads as often as query heads read them."""
+    """Key heads, repeated as often as query heads read them."""
     return np.repeat(x, like.shape[1] // x.shape[1], axis=1)
 
 

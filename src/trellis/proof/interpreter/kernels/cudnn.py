@@ -50,7 +50,7 @@ def kernel(target: str, instruction: Instruction, machine) -> Callable:
         scores = scored(q, k, bias)
         found = attention.backward(q * scale, k, v, scores, log_sum, d_out, (out * d_out).sum(-1))
         d_q, d_k, d_v, d_scores = found
-        if bias is None or len(kind) < 5:  # the bias has a gradient where one is asked for
+        if bias is None or len(kind) < 5:  # the bias has a gradient only if one is asked for
             return _padded(kind, (d_q * scale, d_k, d_v), q.dtype)
         over = tuple(i for i, (n, m) in enumerate(zip(bias.shape, d_scores.shape)) if n != m)
         return _padded(kind, (d_q * scale, d_k, d_v, d_scores.sum(over, keepdims=True)), q.dtype)

@@ -2,7 +2,7 @@
 
 Operands are the first block of queries and of keys, q in powers of two, k, v, the documents of queries and of keys;
 then the result so far and the log of its sums, or the output's product with its gradient, the log of the sums, the
-output's gradient and the gradients so far. Which positions the tile has the call says in its metadata.
+output's gradient and the gradients so far. The call's metadata says which positions the tile has.
 """
 
 import math

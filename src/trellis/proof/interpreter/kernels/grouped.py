@@ -9,12 +9,12 @@ import numpy as np
 from trellis.inspect.hlo import Instruction
 from trellis.proof.interpreter.values import NotInterpreted, each
 
-# Of a product whose groups are of rows; weights may be swapped.
+# The dimensions of a product whose groups are of rows; weights may be swapped.
 _RAGGED = {"lhs_contracting": (1,), "lhs_ragged": (0,), "rhs_group": (0,)}
 
 
 def _ragged_dot(instruction: Instruction, machine) -> Callable:
-    """The operation itself, as it is before a compiler has seen it, where groups are of rows."""
+    """The operation itself, as it is before a compiler has seen it, if groups are of rows."""
     kind = machine.type(instruction)
     dims = lambda name: machine.integers(instruction, f"{name}_dims")
     swapped = dims("rhs_contracting") == (2,)
@@ -59,9 +59,9 @@ def _product(name: str, instruction: Instruction, machine) -> Callable:
 
 
 def _our_product(name: str, instruction: Instruction, machine) -> Callable:
-    """Tiles of rows, of each its group, its first row and where the group's end, on GPUs; then rows and weights of each
-    product that is summed. Weights may be swapped, and lie with another dimension than that of groups outermost. Rows
-    may be gathered, and written elsewhere: which ones they are, and where, comes before them."""
+    """Operands are tiles of rows on GPUs, each with its group, its first row and where the group's rows end; then rows
+    and weights of each product that is summed. Weights may be swapped, and lie with a dimension other than that of
+    groups outermost. Rows may be gathered, and written elsewhere: which ones, and where to, comes before them."""
     kind, swapped, outers = machine.type(instruction), name.startswith("grouped_product_swapped"), _outers(name)
     gathers, scatters = "_gathers" in name, "_scatters" in name
 
@@ -78,7 +78,7 @@ def _our_product(name: str, instruction: Instruction, machine) -> Callable:
 
 
 def _our_rows_gradient(name: str, instruction: Instruction, machine) -> Callable:
-    """What a TPU walks by, where each group's rows begin and end, and of each product gradients and weights."""
+    """Operands are what a TPU walks by, where each group's rows begin and end, and gradients and weights in pairs."""
     kind = machine.type(instruction)
 
     def one(*values: np.ndarray) -> np.ndarray:
@@ -91,8 +91,8 @@ def _our_rows_gradient(name: str, instruction: Instruction, machine) -> Callable
 
 
 def _our_gradient(name: str, instruction: Instruction, machine) -> Callable:
-    """Where each group's rows begin and end, the rows, and their gradients; before them what a TPU walks by. Those of
-    both that are gathered, on GPUs, come with which ones they are, before them."""
+    """Operands are what a TPU walks by, then where each group's rows begin and end, the rows, and their gradients. If
+    either is gathered, on GPUs, which ones they are comes before them."""
     kind, (outer,) = machine.type(instruction), _outers(name) or [0]
     gathered = re.findall(r"_gathers_(rows|d)", name)
 
@@ -107,7 +107,7 @@ def _our_gradient(name: str, instruction: Instruction, machine) -> Callable:
 
 
 def _gathered(rows: np.ndarray, sources: np.ndarray | None) -> np.ndarray:
-    """The rows that a kernel reads; those of nobody, from anywhere, it passes over: NaN."""
+    """The rows that a kernel reads; it passes over those whose source is out of range: NaN."""
     if sources is None:
         return rows
     inside = (sources >= 0) & (sources < len(rows))
@@ -115,14 +115,14 @@ def _gathered(rows: np.ndarray, sources: np.ndarray | None) -> np.ndarray:
 
 
 def _outers(name: str) -> list[int]:
-    """Which dimension of each product's weights lies outermost, by the kernel's name; nothing where it is the first."""
+    """Which dimension of each product's weights lies outermost, by the kernel's name; nothing if it is the first."""
     found = re.search(r"_outer_(\d(?:_\d)*)", name)
     return [int(outer) for outer in found[1].split("_")] if found else []
 
 
 def _written(shape, rows, weights, parts, targets: np.ndarray | None = None) -> np.ndarray:
-    """Products of the parts of the rows, `(group, (first, last))`, each where its row is or at its target; what is in
-    none is not written: NaN."""
+    """Products of the parts of the rows, `(group, (first, last))`, each where its row is or at its target; rows in no
+    part are not written: NaN."""
     out = np.full(shape, np.nan, rows.dtype)
     for group, (first, last) in parts:
         out[slice(first, last) if targets is None else targets[first:last]] = rows[first:last] @ weights[group]

@@ -1,9 +1,9 @@
 """JAX's splash attention kernels for TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`).
 
-Operands follow each other as tables of blocks (which block of keys is next, and whether it is hidden, seen or both),
+Operands are, in this order, tables of blocks (which block of keys is next, and whether it is hidden, seen or both),
 q, k, v, the documents of queries and of keys, in the backward kernels the log of the sums of exponentials, the output's
-gradient and its product with the output, and the queries' positions. The mask is a function inside of the kernel. Its
-author says it in a scope (`trellis.program.said.kernel_mask`); where nobody does, queries' positions stand for a causal
+gradient and its product with the output, and the queries' positions. The mask is a function inside the kernel. Its
+author says it in a scope (`trellis.program.said.kernel_mask`); if nobody does, queries' positions stand for a causal
 one. The tables have to agree with it.
 """
 
@@ -65,7 +65,7 @@ def _seen(own: dict[str, np.ndarray], rest, phase: str, said: tuple[int, int, in
 
 
 def _together(own: dict[str, np.ndarray], phase: str) -> np.ndarray:
-    """Which keys are of each query's document: `batch 1 pos key_pos`."""
+    """Which keys are in each query's document: `batch 1 pos key_pos`."""
     if "query_ids" not in own:
         return np.ones((1, 1, 1, 1), bool)
     along_lanes = (own["query_ids"][:, :, 0], own["key_ids"][:, 0])
@@ -74,7 +74,7 @@ def _together(own: dict[str, np.ndarray], phase: str) -> np.ndarray:
 
 
 def _check(following: np.ndarray, blocks: np.ndarray, seen: np.ndarray, width: int) -> None:
-    """Holds a mask against the forward kernel's tables: 0 for blocks that are hidden, 2 for those that are seen."""
+    """Checks a mask against the forward kernel's tables: 0 for blocks that are hidden, 2 for those that are seen."""
     height = len(seen) // blocks.shape[1]
     for (head, row, column), kind in np.ndenumerate(blocks):
         at = int(following[head, row, column]) * width
