@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.models.small import CONFIGS
 from tests.train.small import make_run, trellis
+from trellis.commands.train import _other_parts
 from trellis.errors import UserError
 from trellis.hardware.remembered import recall
 from trellis.named.tuned import Tuned, tuned_for
@@ -17,6 +19,7 @@ from trellis.recipes import tiny
 from trellis.run.config import Cpu
 from trellis.run.folder import claim, open_run
 from trellis.train import choices
+from trellis.train.assemble import assemble
 from trellis.train.choices import as_it_began, choose
 from trellis.train.metrics import Work
 from trellis.train.pace import Pace
@@ -106,6 +109,20 @@ def test_what_was_measured_beside_other_programs_is_for_that_run_alone(machine, 
     found, said = machine(LONG, {(2, 1): 2.0, (2, 2): 2.0, (1, 1): 1.0})
     assert found.devices == 1 and "1 device, 1 microbatch," in said[-1] and "not kept" in said[-1]
     assert not recall("choices")
+
+
+def test_with_dropout_which_is_drawn_for_each_part_a_batch_is_cut_where_the_user_says(machine, tmp_path):
+    """Else a run that continues on another mesh, with other parts, would drop other numbers, without a word."""
+    model = dataclasses.replace(CONFIGS["gpt2_mistral"], dropout=0.1, positions=LONG.data.sequence_length)
+    drops = dataclasses.replace(LONG, batch_size=256, model=model)
+    assert assemble(drops, jax.devices()[:2]).options.microbatches == 1
+    assert assemble(dataclasses.replace(drops, model=LONG.model), jax.devices()[:2]).options.microbatches > 1
+    found, _ = machine(dataclasses.replace(drops, batch_size=8), {(2, 2): 0.1})
+    assert found.microbatches == 1 and machine.tried == [(2, 1), (1, 1)]
+    claim(tmp_path, drops)
+    assert _other_parts(tmp_path, dataclasses.replace(drops, devices=1), 3) == ""
+    cut = dataclasses.replace(drops, microbatches=2)
+    assert "drawn for each part" in _other_parts(tmp_path, cut, 3) and not _other_parts(tmp_path, cut, 0)
 
 
 def test_what_the_user_set_stays(machine):

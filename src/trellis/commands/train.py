@@ -92,10 +92,10 @@ def execute(args: argparse.Namespace) -> int:
                 devices = devices[: chosen.devices]
             run = chosen
         with unchanged_if_refused(folder) if is_first() else contextlib.nullcontext():
-            changed = _other_rate(folder, run, done())
+            changed = [_other_rate(folder, run, done()), _other_parts(folder, run, done())]
             claim(folder, run, done=done(), write=is_first())
-            if changed and is_first():
-                print(changed, flush=True)
+            for line in filter(None, changed if is_first() else ()):
+                print(line, flush=True)
             try:
                 code = train_run(run, folder, devices, until=args.until)
             finally:
@@ -122,6 +122,19 @@ def _other_rate(folder: Path, run: "Run", done: int) -> str:
         return ""
     rates = f"in step {done + 1} {now:.3g}, where it would have been {was:.3g}"
     return f"steps    {before:,} -> {run.steps:,}: the learning rate goes by these, {rates}"
+
+
+def _other_parts(folder: Path, run: "Run", done: int) -> str:
+    """A line about dropout, which is drawn for each part of a batch, if a run continues with other parts."""
+    from trellis.models.protocol import dropout
+    from trellis.run.folder import has_begun, open_run
+
+    if not done or not dropout(run.model) or not has_begun(folder) or not (folder / "run.yaml").is_file():
+        return ""
+    parts = lambda run: (run.parts, run.mesh.stage, run.layout.pipeline_microbatches)
+    if parts(open_run(folder)) == parts(run):
+        return ""
+    return "dropout  is drawn for each part of a batch, and the parts are others from here on: so is what is dropped"
 
 
 # Three things to do after a run has ended.

@@ -102,6 +102,11 @@ def windows(config: FamilyConfig) -> Sequence[int | None]:
     return getattr(config, "windows", (None,) * config.layers)
 
 
+def dropout(config: FamilyConfig) -> float:
+    """The share of activations that training drops: none, unless its family says otherwise in `dropout`."""
+    return getattr(config, "dropout", 0.0)
+
+
 def value_dim(config: FamilyConfig) -> int:
     """How wide a head's values are: as wide as its queries, unless its family says otherwise in `value_dim`."""
     return getattr(config, "value_dim", config.head_dim)

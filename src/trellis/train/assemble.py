@@ -17,6 +17,7 @@ from trellis.frozen import FrozenMap
 from trellis.mesh import Layout
 from trellis.mesh.platform import are_cpus, platform_of_devices, rehearses, rows_of_a_tile
 from trellis.models import LanguageModel, ModelConfig
+from trellis.models.protocol import dropout
 from trellis.named import is_named
 from trellis.named.backend import has_block_units
 from trellis.named.saving import Keep, nothing, products, saved
@@ -345,7 +346,8 @@ def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
 
     On a CPU a step is faster the less new memory it takes and the more of that stays in the caches: by 5 to 10 % with
     parts of about 1,024 float32 tokens a device (docs/cpu-speed.md). It is also one if devices only rehearse a larger
-    machine, in a pipeline (which has parts of its own), and for experts whose shares would cost another forward pass.
+    machine, in a pipeline (which has parts of its own), for experts whose shares would cost another forward pass, and
+    with dropout, which is drawn for each part: a run on another mesh, with other parts, would drop other numbers.
 
     Args:
         run: the run.
@@ -354,7 +356,7 @@ def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
     """
     ways = lambda name: math.prod(layout.mesh.shape[axis] for axis in layout.assign((name,))[0])
     computes = are_cpus(layout.mesh) and not rehearses(layout.mesh)
-    if not computes or run.mesh.stage != 1 or model.looks_ahead:
+    if not computes or run.mesh.stage != 1 or model.looks_ahead or dropout(run.model):
         return 1
     rows = math.gcd(*(entry.size for entry in run.batch_sizes())) // ways("batch")
     wanted = rows * run.data.sequence_length * jnp.dtype(run.precision.compute).itemsize / _PART_BYTES

@@ -19,6 +19,7 @@ from trellis.figures.numbers import duration
 from trellis.hardware.remembered import devices_here, digest_of, recall, remember, today
 from trellis.inspect.memory import memory_of
 from trellis.mesh.platform import are_cpus, rehearses
+from trellis.models.protocol import dropout
 from trellis.run.config import Cpu, Run
 from trellis.run.folder import has_begun
 from trellis.run.run_file import read_run
@@ -167,7 +168,7 @@ def _steps(
 def _others(run: Run, usual: Run, most: int) -> list[Run]:
     """Runs that may be faster than the usual one, the likeliest first."""
     count, found = usual.microbatches or 1, []
-    if run.microbatches is None:
+    if run.microbatches is None and not dropout(run.model):  # which is drawn for each part
         found += [(2 * count, usual.devices)] + [(count // 2, usual.devices)] * (count > 1)
     if run.devices is None:
         fewer = [n for n in possible_counts(run, most) if n in (most // 2, 1)]
