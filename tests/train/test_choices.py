@@ -120,6 +120,7 @@ def test_with_dropout_which_is_drawn_for_each_part_a_batch_is_cut_where_the_user
     found, _ = machine(dataclasses.replace(drops, batch_size=8), {(2, 2): 0.1})
     assert found.microbatches == 1 and machine.tried == [(2, 1), (1, 1)]
     claim(tmp_path, drops)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert _other_parts(tmp_path, dataclasses.replace(drops, devices=1), 3) == ""
     cut = dataclasses.replace(drops, microbatches=2)
     assert "drawn for each part" in _other_parts(tmp_path, cut, 3) and not _other_parts(tmp_path, cut, 0)
