@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import trellis as tr
 from trellis.mesh import Layout, make_mesh
 from trellis.named import Axis, Keep, einsum, fold, named_jit, random, settle
 
@@ -58,3 +59,26 @@ def test_partial_sums_are_carried():
         found = named_jit(total)(x, w)
         wanted = total(*whole((x, w)))
     np.testing.assert_allclose(jax.device_get(found.array), wanted.array, rtol=1e-5, atol=1e-5)
+
+
+SECOND = {
+    "a gradient's penalty": lambda loss, w, x: (tr.grad(loss)(w, x) ** 2.0).sum(),
+    "through a step of descent": lambda loss, w, x: loss(w - 0.1 * tr.grad(loss)(w, x), x),
+}
+
+
+@pytest.mark.parametrize("kind", SECOND)
+def test_second_derivatives_through_loops_over_weights_at_rest(kind):
+    """JAX takes no stack of pending sums apart, which the gradient of a stack of gathered weights would be."""
+
+    def loss(w, x):
+        layer = lambda x, w: tr.tanh(tr.dot(x, w, over="embed").rename(out="embed"))
+        return (tr.fold(layer, "layers")(x, w) ** 2.0).mean()
+
+    run = lambda: tr.named_jit(tr.grad(lambda w, x: SECOND[kind](loss, w, x)))(
+        tr.shard(tr.random.normal(jax.random.key(0), {"layers": 3, "embed": 8, "out": 8}) * 0.3),
+        tr.random.normal(jax.random.key(1), {"batch": 8, "embed": 8}),
+    )
+    wanted = np.asarray(run())
+    with tr.Layout(tr.make_mesh(data=4, model=2), params={"embed": "data"}, compute={"batch": "data", "out": "model"}):
+        np.testing.assert_allclose(np.asarray(run()), wanted, rtol=1e-4, atol=1e-6)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from trellis._compat import derivatives_around
+from trellis.mesh.layout import current_layout
 from trellis.named.array import is_named
 from trellis.named.axis import Name, name_of
 from trellis.named.carry import Elsewhere, check_carry, pinned
@@ -12,9 +14,9 @@ from trellis.named.index import positions
 from trellis.named.mapped import entered, front, inside, is_mapped, length_of, named_leaves, restore
 from trellis.named.operand import refuse_cut, refuse_dealt, refuse_pending
 from trellis.named.placing import whole
-from trellis.named.saving import Keep, checkpoint
+from trellis.named.saving import Keep, checkpoint, nothing
 from trellis.notation import spec_of
-from trellis.notation.state import sharding_on, state_of
+from trellis.notation.state import mode_of, sharding_on, state_of
 
 
 def scan(
@@ -82,7 +84,7 @@ def loop(
             return pinned(new), entered(y, "scan", copies=False)  # JAX cannot take a stack of partial sums apart
 
         def run(carry):
-            one = checkpoint(body, policy)
+            one = checkpoint(body, _without_copies(policy))
             if own or 0 < length <= unroll:
                 return _written_out(once(one), carry, moving, length, reverse, own)
             if unroll > 1:
@@ -98,6 +100,17 @@ def loop(
         return carry, restore(ys, name, "scan")
 
     return scanned
+
+
+def _without_copies(policy: Keep | Callable | None) -> Keep | Callable | None:
+    """What a loop keeps: in a second derivative no copies (`~`), such as gathered weights, if it were to keep all.
+
+    The gradient of a stack of copies is a stack of pending sums, which JAX (0.10.2 to 0.12.0) cannot take apart again.
+    """
+    keeps_all = policy is None or (isinstance(policy, Keep) and policy.everything)
+    layout = current_layout()
+    explicit = layout is not None and mode_of(layout.mesh) == "explicit"
+    return nothing if keeps_all and explicit and derivatives_around() > 1 else policy
 
 
 def _written_out(one, carry, moving, length: int, reverse: bool, own: tuple = ()):
