@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from trellis.mesh.manual.refusals import raise_of_gradient
+from trellis.named.arguments import shown
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import NamesError
 from trellis.named.operand import no_copies
@@ -33,8 +36,8 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
 
     Raises:
         NamesError: the value has names left.
-        TypeMismatch: JAX does not differentiate what a manual function makes of a copy; or a `jax.custom_vjp` gives a
-            gradient that lies elsewhere than its argument.
+        TypeMismatch: JAX does not differentiate what a manual function makes of a copy; or a `jax.custom_vjp` or
+            `jax.custom_jvp` gives a gradient or a tangent that lies elsewhere than it belongs.
     """
     names: list[bool] = []
 
@@ -43,21 +46,23 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
         value, aux = out if has_aux else (out, None)
         if is_named(value) and value.names:
             raise NamesError(
-                f"a gradient is that of one number, got {typeof(value)}, in the gradient of "
-                f"`{getattr(fn, '__name__', 'the function')}`: sum over its names, or take their mean"
+                f"a gradient is that of one number, got {typeof(value)}, in the gradient of `{_name_of(fn)}`: sum over "
+                "its names, or take their mean"
             )
         names.append(is_named(value))
         value = value.array if is_named(value) else value
+        _check_value(value, fn)
         return no_copies(value) if isinstance(value, jax.Array) else value, aux
 
     differentiated = jax.value_and_grad(plain, argnums, has_aux=True)
 
     def call(*args, **kwargs):
+        _check_arguments(args, argnums, fn)
         try:
             (value, aux), gradients = differentiated(*args, **kwargs)
-        except (ValueError, NotImplementedError) as error:
-            raise_of_gradient(error, getattr(fn, "__name__", "the function"))
-            _raise_of_a_rule(error, getattr(fn, "__name__", "the function"))
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise_of_gradient(error, _name_of(fn))
+            _raise_of_a_rule(error, _name_of(fn))
             raise
         value = NamedArray(value, ()) if names.pop() else value
         return ((value, aux) if has_aux else value), gradients
@@ -65,16 +70,74 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
     return call
 
 
+def _check_value(value: Any, fn: Callable) -> None:
+    """A gradient is that of one real number."""
+    dtype = _dtype_of(value)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise NamesError(
+            f"a gradient is that of one real number, got {_seen(value)}, in the gradient of `{_name_of(fn)}`: return a "
+            "loss in floats"
+        )
+
+
+def _check_arguments(args: tuple, argnums: int | tuple[int, ...], fn: Callable) -> None:
+    """What is differentiated is there, and holds floats."""
+    for number in (argnums,) if isinstance(argnums, int) else argnums:
+        if not -len(args) <= number < len(args):
+            raise NamesError(
+                f"argnums counts the positional arguments, from 0, got {number} for {len(args)}, in the gradient of "
+                f"`{_name_of(fn)}`: name one of them, and pass it by its position"
+            )
+        for leaf in jax.tree.leaves(args[number], is_leaf=is_named):
+            dtype = _dtype_of(leaf.array if is_named(leaf) else leaf)
+            if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
+                raise NamesError(
+                    f"what is differentiated is of floats, got {_seen(leaf)} in argument {number}, in the gradient of "
+                    f"`{_name_of(fn)}`: take it out of the argument, or cast it with astype"
+                )
+
+
+def _dtype_of(value: Any) -> Any:
+    """Of an array or a number of Python's; None of anything else."""
+    return jnp.result_type(value) if isinstance(value, int | float | complex) else getattr(value, "dtype", None)
+
+
+def _seen(value: Any) -> str:
+    return typeof(value) if hasattr(value, "dtype") else shown(value)
+
+
+def _name_of(fn: Callable) -> str:
+    return getattr(fn, "__name__", "the function")
+
+
+# What JAX says of a rule of one's own, a `custom_vjp`'s and a `custom_jvp`'s; and what the rule is to be.
+_RULES = {
+    r"rule produced an output of type (?P<given>\S+) corresponding to an input of type (?P<wanted>\S+)": (
+        "a backward rule of one's own gives each gradient where its argument lies, got {given} for an argument of "
+        "{wanted}",
+        "gradient",
+    ),
+    r"rule must produce primal and tangent outputs .*?Expected (?P<wanted>\S+) .*? got (?P<given>\S+)": (
+        "a forward rule of one's own gives each tangent where its result lies, got {given} for a result of {wanted}",
+        "tangent",
+    ),
+}
+
+
 def _raise_of_a_rule(error: Exception, name: str) -> None:
-    """Puts JAX's error about a backward rule whose gradient is not where its argument is into our words."""
-    found = re.search(r"rule produced an output of type (\S+) corresponding to an input of type (\S+)", str(error))
-    given, wanted = found.groups() if found else ("", "")
-    if given != wanted and _SLICES.sub("", given) == _SLICES.sub("", wanted):
-        raise TypeMismatch(
-            f"a backward rule of one's own gives each gradient where its argument lies, got {given} for an argument of "
-            f"{wanted}, in the gradient of `{name}`: end the rule with shard(gradient) for a parameter's, and "
-            "shard(gradient, 'compute') for an activation's"
-        ) from error
+    """Puts JAX's error about a rule whose gradient or tangent is not where it belongs into our words."""
+    for said, (rule, what) in _RULES.items():
+        found = re.search(said, str(error), re.DOTALL)
+        types = {} if found is None else {key: text.rstrip(".,") for key, text in found.groupdict().items()}
+        if types and types["given"] != types["wanted"] and _unsliced(types["given"]) == _unsliced(types["wanted"]):
+            raise TypeMismatch(
+                f"{rule.format(**types)}, in the gradient of `{name}`: end the rule with shard({what}) for a "
+                f"parameter's, with shard({what}, 'compute') for an activation's, or with reshard to where it lies"
+            ) from error
+
+
+def _unsliced(text: str) -> str:
+    return _SLICES.sub("", text)
 
 
 def grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:

@@ -1,0 +1,65 @@
+"""What `tr.grad` refuses, in words of ours; rules of one's own on weights at rest."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis.notation import TypeMismatch
+
+X = tr.ones({"embed": 8})
+REFUSED = {
+    "a gradient is that of one real number, got None": lambda: tr.grad(lambda x: None)(X),
+    "a gradient is that of one real number, got 3,": lambda: tr.grad(lambda x: 3)(X),
+    "a gradient is that of one real number, got c64..,": lambda: tr.grad(lambda x: x.astype(jnp.complex64).sum())(X),
+    "a gradient is that of one number, got f32.embed=8.": lambda: tr.grad(lambda x: x)(X),
+    "is of floats, got i32.embed=8. in argument 0": lambda: tr.grad(lambda x: x.sum())(X.astype(jnp.int32)),
+    "is of floats, got 3 in argument 1": lambda: tr.value_and_grad(lambda x, n: x.sum(), (0, 1))(X, {"n": 3}),
+    "argnums counts the positional arguments, from 0, got 2 for 1": lambda: tr.grad(lambda x: x.sum(), 2)(X),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_has_no_gradient_is_told(words):
+    with pytest.raises(tr.TrellisError, match=words):
+        REFUSED[words]()
+    assert tr.grad(lambda x, key: (x * tr.random.normal(key, X.axes)).sum())(X, jax.random.key(0)).names == ("embed",)
+
+
+def clipped(ended):
+    """A clip with a slope of its own, whose rule ends with `ended`."""
+
+    @jax.custom_jvp
+    def clip(w):
+        return tr.clip(w, -1.0, 1.0)
+
+    clip.defjvp(lambda at, by: (clip(*at), ended(by[0] * tr.sigmoid(at[0]))))
+    return clip
+
+
+def straight(ended):
+    """Rounded, with a gradient where the number was small, whose rule ends with `ended`."""
+
+    @jax.custom_vjp
+    def rounded(w):
+        return tr.rint(w)
+
+    rounded.defvjp(lambda w: (tr.rint(w), w), lambda w, d: (ended(d * (abs(w) < 1.0).astype(d.dtype)),))
+    return rounded
+
+
+@pytest.mark.parametrize(
+    ("rule", "what"), [(clipped, "tangent where its result"), (straight, "gradient where its argument")]
+)
+def test_a_rule_of_ones_own_ends_where_its_weight_rests(rule, what):
+    def gradient(ended):
+        w = tr.shard(tr.random.normal(jax.random.key(0), {"embed": 8, "mlp": 4}))
+        x = tr.random.normal(jax.random.key(1), {"batch": 8, "embed": 8})
+        return tr.grad(lambda w: (tr.dot(x, rule(ended)(w), over="embed") ** 2.0).mean())(w)
+
+    wanted = gradient(tr.shard)
+    with tr.Layout(tr.make_mesh(data=8), params={"embed": "data"}, compute={"batch": "data"}):
+        np.testing.assert_allclose(np.asarray(gradient(tr.shard)), np.asarray(wanted), rtol=1e-5, atol=1e-6)
+        with pytest.raises(TypeMismatch, match=f"gives each {what} lies, got .*, or with reshard to where it lies"):
+            gradient(lambda d: d)
