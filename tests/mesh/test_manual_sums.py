@@ -168,3 +168,21 @@ def test_settle_sums_in_manual_mode_too():
         found = tr.ledger(program, x, w)
         assert [(row.kind, *row.axes) for row in found] == [("all-reduce", "m")]
         np.testing.assert_array_equal(np.asarray(program(x, w)), np.ones((2, 3), np.float32))
+
+
+SUMMED = {
+    "what a callback gives": lambda y, x: jax.pure_callback(np.sum, jax.ShapeDtypeStruct((), x.dtype), x),
+    "an order": lambda y, x: jnp.argsort(x[0]).sum().astype(x.dtype),
+    "a choice": lambda y, x: jax.lax.cond(jax.lax.axis_index("m") > 1, lambda: 1.0, lambda: 2.0),
+    "a choice in a loop": lambda y, x: jax.lax.fori_loop(
+        0, 2, lambda i, c: c + jax.lax.cond(jax.lax.axis_index("m") > 1, lambda: 1.0, lambda: 2.0), 0.0
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SUMMED)
+def test_what_differs_though_its_type_says_that_it_is_the_same_is_summed(what):
+    """JAX types these as the same on all devices."""
+    made = _on_two_axes(lambda y, x: _settled(y) * 0 + jax.lax.psum(SUMMED[what](y, x), "m"))
+    one = {"what a callback gives": 32.0, "an order": 24.0, "a choice": 6.0, "a choice in a loop": 12.0}
+    np.testing.assert_array_equal(made, np.full((2, 3), one[what]))

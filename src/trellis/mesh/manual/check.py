@@ -10,6 +10,7 @@ what is linear. It also follows which values were settled, and refuses to sum on
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -73,22 +74,25 @@ class Held:
     given: bool = False
 
 
-def check_pending(program: Program, bindings: Bindings) -> list[Axes]:
+def check_pending(program: Program, bindings: Bindings, untold: Mapping[Value, Axes] | None) -> list[Axes]:
     """The mesh axes along which each result of a program is pending.
 
     Args:
         program: the body of a `shard_map`.
         bindings: those of the call, for messages.
+        untold: the mesh axes along which a value differs although its JAX type says that it is the same; None if they
+            are not known. Then only what was summed or gathered counts as the same on all devices.
 
     Raises:
         PendingSumError: an operation other than a sum takes a pending sum, or a sum is taken twice.
     """
-    return [held.pending for held in _Check(bindings).body(program, [Held(given=True)] * len(program.inputs))]
+    given = [Held(given=True)] * len(program.inputs)
+    return [held.pending for held in _Check(bindings, untold).body(program, given)]
 
 
 class _Check:
-    def __init__(self, bindings: Bindings):
-        self.bindings = bindings
+    def __init__(self, bindings: Bindings, untold: Mapping[Value, Axes] | None):
+        self.bindings, self.untold = bindings, untold
 
     def body(self, body: Body, given: list[Held]) -> list[Held]:
         """What the results hold, if the inputs hold what is given (and what JAX's types say)."""
@@ -98,7 +102,8 @@ class _Check:
         def of(value: Value) -> Held:
             known = held.get(value, Held())
             pending = known.pending | summed(value)
-            same = known.same | (manual - varying(value)) if known.given else _NONE
+            by_type = manual - varying(value) - self.untold.get(value, _NONE) if self.untold is not None else _NONE
+            same = known.same | by_type if known.given else _NONE
             return dataclasses.replace(known, pending=pending, same=same - pending)
 
         for operation in body.operations:

@@ -350,14 +350,13 @@ class _Call:
                 raise_in_notation(error, self.bindings)
                 raise
             read = Program(traced.jaxpr)
-            pending = check_pending(read, self.bindings)
-            lie = check_slices(read, [_sliced(spec, x.ndim) for spec, x in zip(specs, slices)], self.bindings)
+            pending, lie, untold = self.checked(read, [_sliced(spec, x.ndim) for spec, x in zip(specs, slices)])
             arrays = eval_jaxpr(traced.jaxpr, traced.consts, *slices)
             typed = [leaf for leaf in out["leaves"] if leaf.kind is not None]
-            for leaf, (dims, untold) in zip(typed, lie, strict=True):
+            for leaf, dims, value in zip(typed, lie, read.results, strict=True):
                 self.check_result(leaf)
                 self.check_lies(leaf, dims)
-                self.check_same(leaf, untold)
+                self.check_same(leaf, untold.get(value, frozenset()))
             met = [functools.partial(met_line, read, value) for value in read.results]
             arrays = [self.leave(leaf, *each) for leaf, *each in zip(typed, arrays, pending, met, strict=True)]
         groups = [[] for _ in results]
@@ -388,6 +387,21 @@ class _Call:
     def real(self, kind: ArrayType) -> Shape:
         """An annotated type without mesh axes of size 1."""
         return real_axes(kind.shape, self.shape)
+
+    def checked(self, program: Program, given: list):
+        """Along which mesh axes each result is pending, how it is sliced, and what JAX's types do not say of values.
+
+        A lost sum is the first thing to tell, but what types do not say is known only once slices were followed.
+        """
+        untold, wrong = None, None
+        try:
+            lie, untold = check_slices(program, given, self.bindings)
+        except TypeMismatch as error:
+            wrong = error
+        pending = check_pending(program, self.bindings, untold)
+        if wrong is not None:
+            raise wrong
+        return pending, lie, untold
 
     def check_result(self, leaf: Leaf) -> None:
         """Checks the names, dtype and sizes of a result; its sharding is checked in `leave`."""

@@ -29,9 +29,11 @@ Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]
 
 
-def check_slices(program: Program, given: list[Dims], bindings: Bindings) -> list[tuple[Dims, frozenset[str]]]:
-    """How the dimensions of each result of a program are sliced, as far as that is known, and along which mesh axes it
-    differs although its JAX type says that it is the same.
+def check_slices(
+    program: Program, given: list[Dims], bindings: Bindings
+) -> tuple[list[Dims], dict[Value, frozenset[str]]]:
+    """How the dimensions of each result of a program are sliced, as far as that is known; and of values anywhere in it,
+    along which mesh axes they differ although their JAX types say that they are the same.
 
     Args:
         program: the body of a `shard_map`.
@@ -43,7 +45,7 @@ def check_slices(program: Program, given: list[Dims], bindings: Bindings) -> lis
             another text or an annotation says otherwise.
     """
     check = _Check(bindings)
-    return [(dims, check.differs(value)) for dims, value in zip(check.body(program, given), program.results)]
+    return check.body(program, given), check.untold
 
 
 def sliced_as(shape: Shape, dims: Dims) -> Shape:
