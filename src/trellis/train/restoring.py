@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def _no_checkpoint(folder: Path) -> UserError:
         "A model comes from a checkpoint.",
         seen="no checkpoint yet",
         where=str(folder / "checkpoints"),
-        fix=f"train first: trellis train {folder}",
+        fix=f"train first: trellis train {shlex.quote(str(folder))}",
     )
 
 
