@@ -52,4 +52,4 @@ def _after_warmup(schedule: Schedule, peak: float, steps: int) -> list[optax.Sch
 def _line(first: float, last: float, steps: int) -> optax.Schedule:
     """A straight line that ends exactly at `last`: rounded, Optax's may go past it, below 0 even."""
     line = optax.linear_schedule(first, last, steps)
-    return lambda step: jnp.where(step >= steps, jnp.float32(last), line(step))
+    return lambda step: jnp.where(jnp.greater_equal(step, steps), jnp.float32(last), line(step))
