@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from trellis._compat import is_tracer
 from trellis.errors import TrellisError, shortened
 from trellis.named.axis import Axis, NamesError
 from trellis.notation import typeof
@@ -36,6 +37,22 @@ def count_of(value: Any, what: str, fix: str) -> int:
         return operator.index(value)
     except TypeError as error:
         raise NamesError(f"{what} takes a whole number, got {shown(value)}, in {what}: {fix}") from error
+
+
+def number_of(value: Any, option: str, what: str, fix: str) -> float:
+    """Takes only a number that is known while the program is traced. The gradient of another would be lost.
+
+    Raises:
+        NamesError: it is none, or a value of the program.
+    """
+    try:
+        if is_tracer(getattr(value, "array", value)) or isinstance(value, bool | str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise NamesError(
+            f"{option} is a number that is known while the program is traced, got {shown(value)}, in {what}: {fix}"
+        ) from error
 
 
 _WORDS = r"(?:[^.]|\.\S)*"

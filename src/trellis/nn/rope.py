@@ -10,6 +10,7 @@ import numpy as np
 from trellis.errors import UserError
 from trellis.mesh.layout import current_layout
 from trellis.named import Axis, NamedArray, cos, einsum, multiply, outer, sin
+from trellis.named.arguments import number_of
 from trellis.named.backend import swaps_by_product
 from trellis.named.operand import operand
 from trellis.named.placing import move
@@ -162,6 +163,9 @@ def rotary_tables(
         pairs: rotate neighbours, and only in the first so many elements, as GPT-J does; None rotates
             an element of the first half with its counterpart in the second.
     """
+    theta = number_of(
+        theta, "theta", "rotary_tables", "pass a number of Python's, or scale the positions by what is learned"
+    )
     if pairs is None:
         rates = np.tile(frequencies(head_dim.size, theta, scaling), 2)
     else:

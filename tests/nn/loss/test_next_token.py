@@ -135,6 +135,23 @@ def test_weights_that_depend_on_the_model_and_arrays_that_are_on_no_mesh():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), each, wanted)
 
 
+@pytest.mark.parametrize("option", ["z_loss", "logit_softcap"])
+def test_numbers_that_would_lose_their_gradient_are_refused(option):
+    arrays = named(jnp.ones((1, 4, 8)), "batch pos embed"), named(jnp.ones((16, 8)), "vocab embed")
+    targets = named(jnp.zeros((1, 4), jnp.int32), "batch pos")
+    loss = lambda number: next_token_loss(*arrays, targets, **{option: number}).total
+    assert loss(jnp.float32(0.5)) == loss(0.5)
+    with pytest.raises(NamesError, match=f"{option} is a number that is known while the program is traced, got f32"):
+        jax.grad(loss)(jnp.float32(0.5))
+    q, k = named(jnp.ones((1, 4, 2, 8)), "batch pos heads head_dim"), jnp.ones((1, 4, 2, 8))
+    k = named(k, "batch key_pos kv_heads head_dim")
+    with pytest.raises(NamesError, match="logit_softcap is a number that is known .*, in attention: pass a number of"):
+        jax.grad(lambda cap: nn.attend(q, k, k, logit_softcap=cap).sum().array)(jnp.float32(0.5))
+    angles = lambda theta: nn.rotary_tables(tr.arange(tr.Axis("pos", 4)), tr.Axis("head_dim", 8), theta)
+    with pytest.raises(NamesError, match="theta is a number that is known .*, in rotary_tables: pass a number of"):
+        jax.grad(lambda theta: nn.rotate(q, angles(theta)).sum().array)(jnp.float32(1e4))
+
+
 @pytest.mark.parametrize("name", ["vocab", "embed"])
 def test_words_and_channels_in_slices_are_refused_in_a_manual_program(name):
     """Where each device would sum over its own only, and nothing would tell."""

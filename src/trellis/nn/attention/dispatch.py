@@ -5,6 +5,7 @@ import jax
 from trellis.errors import TrellisError
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import device_kind_of, platform_of
+from trellis.named.arguments import number_of
 from trellis.nn.attention.chunked import ChunkedTiles, chunked_attention
 from trellis.nn.attention.cudnn import CudnnTiles, cudnn_refuses
 from trellis.nn.attention.further import FurtherTiles, units_of
@@ -85,6 +86,9 @@ def dot_product_attention(
     (1, 4, 2, 8)
     """
     _check(q, k, v, window, segment_ids, sinks, implementation)
+    if logit_softcap is not None:
+        fix = "pass a number of Python's; scale may be an array"
+        logit_softcap = number_of(logit_softcap, "logit_softcap", "attention", fix)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(scale, jax.Array):
         q, scale = q * scale.astype(q.dtype), 1.0

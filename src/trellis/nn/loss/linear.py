@@ -13,6 +13,7 @@ from trellis.errors import TrellisError
 from trellis.mesh.by_device import by_device
 from trellis.mesh.manual.ops import Axes, vary
 from trellis.mesh.reshard import place
+from trellis.named.arguments import number_of
 from trellis.named.backend import on_accelerator
 from trellis.named.tuned import tuned
 from trellis.nn.loss.formulas import Settings
@@ -100,6 +101,7 @@ def linear_cross_entropy(
     True
     """
     _check(x, unembed, targets, weights, vocab_size, vocab_first, bias)
+    z_loss, logit_softcap = known_numbers(z_loss, logit_softcap, "linear_cross_entropy")
     head = (unembed,) if bias is None else (unembed, bias)
     weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
     total_type, mine = unembed.dtype, chunk
@@ -194,6 +196,13 @@ def _local(
         narrow = dataclasses.replace(narrow, x=in_chunks(narrow.x, chunk))
     total, rest = summed_by_tokens(cut_up(x), head, cut_up(targets), cut_up(weights), narrow, settings)
     return reported(total, rest)
+
+
+def known_numbers(z_loss, logit_softcap, what: str) -> tuple[float, float | None]:
+    """Refuses numbers that are values of the program, whose gradients the loss does not make."""
+    fix = "pass a number of Python's, or write the loss by name, of logits that are there (trellis.nn.cross_entropy)"
+    cap = None if logit_softcap is None else number_of(logit_softcap, "logit_softcap", what, fix)
+    return number_of(z_loss, "z_loss", what, fix), cap
 
 
 def reported(total, rest) -> TokenLoss:

@@ -18,7 +18,7 @@ from trellis.named.pair import moved
 from trellis.named.placing import move, whole
 from trellis.named.reduce import reduction
 from trellis.nn.loss.formulas import capped, weighed
-from trellis.nn.loss.linear import LossError, TokenLoss, linear_cross_entropy, reported
+from trellis.nn.loss.linear import LossError, TokenLoss, known_numbers, linear_cross_entropy, reported
 from trellis.nn.loss.products import ABLE, NarrowFactors, limit_of, narrow_factor
 from trellis.notation import typeof
 from trellis.notation.state import state_of
@@ -61,6 +61,7 @@ def next_token_loss(
         NamesError: `vocab` or `embed` is sliced in a manual program.
     """
     tokens = ("batch", "pos")
+    known_numbers(options.get("z_loss", 0.0), options.get("logit_softcap"), "next_token_loss")
     kind = unembedding.kind if isinstance(unembedding, Narrow) else None
     unembedding = unembedding.weight if isinstance(unembedding, Narrow) else unembedding
     ordered = lambda x, *names: operand(x, "next_token_loss", pending=True).transpose(names)
