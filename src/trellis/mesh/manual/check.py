@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+from trellis._compat import in_a_rule
 from trellis.mesh.manual.ops import marked
 from trellis.mesh.manual.refusals import eqn_line, refusal
 from trellis.notation import PendingSumError
@@ -154,7 +155,7 @@ class _Check:
             for what in ("settled", "same")
         )
         # The transpose of a value that was the same on all devices is a sum of their shares, which may be equal.
-        if (twice := settled or same) and "transpose" not in operation.scope:
+        if (twice := settled or same) and ("transpose" not in operation.scope or in_a_rule(operation.equation)):
             was = "was summed over it already" if settled else "is the same on all devices along it"
             fix = "leave the second sum out" if settled else f"leave '{twice[0]}' out of the sum"
             raise PendingSumError(

@@ -61,6 +61,19 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
             f"`{bindings.function}`{line}: leave {alike[0] if alike else 'one'} out, along which devices do not "
             "differ, or write reshard"
         ) from error
+    if rule := re.search(
+        r"bwd rule produced an output of type (\S+) corresponding to an input of type (\S+), so", text
+    ):
+        given, wanted = rule.groups()
+        axes = ", ".join(f"'{axis}'" for group in re.findall(r"V:\(?([\w,]+)", wanted) for axis in group.split(","))
+        fix = (
+            f"give what jax.lax.pcast(gradient, ({axes},), to='varying') makes of it" if axes else "sum it over devices"
+        )
+        raise TypeMismatch(
+            f"a backward rule of one's own gives a gradient that differs between devices as its argument does, got "
+            f"{given} for {wanted}, in `{bindings.function}`{line}: {fix}; of an argument that is the same on all "
+            "devices JAX sums the gradient itself"
+        ) from error
     if not _REFUSED.search(text):
         return
     if "Inputs cannot be replicated on the same axes" in text:

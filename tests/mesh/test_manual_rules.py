@@ -1,0 +1,73 @@
+"""Backward rules of one's own in manual mode, as other trainers write tensor parallelism.
+
+JAX's types sum the gradient of what is the same on all devices: a rule that sums it, too, counts it once for each.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import trellis as tr
+from trellis.notation import PendingSumError, TypeMismatch
+
+
+def with_rule(forward, backward):
+    fn = jax.custom_vjp(forward)
+    fn.defvjp(lambda x: (forward(x), None), lambda _, d: (backward(d),))
+    return fn
+
+
+def alike(x):
+    return x
+
+
+def total(x):
+    return lax.psum(x, "m")
+
+
+def varying(d):
+    return lax.pcast(d, ("m",), to="varying")
+
+
+def gradients(enter, leave):
+    """Of a block whose first weight is sliced by columns and whose second by rows; and those of one device."""
+
+    def loss(x, w, v, enter, leave):
+        return (leave(jnp.tanh(enter(x) @ w) @ v) ** 2).sum()
+
+    @tr.shard_map
+    def manual(
+        x: tr.f32["b e"], w: tr.f32["e h/m"], v: tr.f32["h/m e"]
+    ) -> tuple[tr.f32["b e"], tr.f32["e h/m"], tr.f32["h/m e"]]:
+        return jax.grad(loss, (0, 1, 2))(x, w, v, enter, leave)
+
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=size).astype(np.float32) for size in ((4, 8), (8, 16), (16, 8))]
+    with tr.Layout(tr.make_mesh(d=2, m=4)):
+        found = manual(*given)
+    return found, jax.grad(loss, (0, 1, 2))(*given, alike, alike)
+
+
+RIGHT = {
+    "JAX's own": (alike, total),
+    "identity": (with_rule(alike, alike), total),
+    "a sum": (alike, with_rule(total, varying)),
+}
+
+
+@pytest.mark.parametrize("rules", RIGHT)
+def test_rules_that_sum_nothing_twice_are_right(rules):
+    for mine, wanted in zip(*gradients(*RIGHT[rules]), strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rule_that_sums_what_jax_has_summed_is_refused():
+    with pytest.raises(PendingSumError, match="of one that was summed over it already.*: leave the second sum out"):
+        gradients(with_rule(alike, total), total)
+
+
+def test_a_rule_whose_gradient_is_the_same_where_its_argument_differs_is_told():
+    with pytest.raises(TypeMismatch, match=r"rule of one's own gives .* give what jax.lax.pcast\(gradient, \('m',\)"):
+        gradients(alike, with_rule(total, alike))
