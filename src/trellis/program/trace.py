@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -148,6 +148,15 @@ def first_mesh(jaxpr: Jaxpr) -> Mesh | None:
         if found is not None or (found := next(filter(None, inside), None)) is not None:
             return found
     return None
+
+
+def equations_of(jaxpr: Jaxpr, primitive: str) -> Iterator:
+    """The equations of a primitive in a program, and in the programs within it."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == primitive:
+            yield equation
+        for inner in jaxprs_in(equation):
+            yield from equations_of(inner, primitive)
 
 
 def _donated(jaxpr) -> set:

@@ -58,6 +58,10 @@ _KEEPS_ZEROS = {"broadcast_in_dim", "convert_element_type", "reshape", "pvary", 
 _SHARED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "linear"}
 
 
+class SecondSum(PendingSumError):
+    """A sum over devices of what is the same on all of them."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
     """What is known of a value along mesh axes.
@@ -158,7 +162,7 @@ class _Check:
         if (twice := settled or same) and ("transpose" not in operation.scope or in_a_rule(operation.equation)):
             was = "was summed over it already" if settled else "is the same on all devices along it"
             fix = "leave the second sum out" if settled else f"leave '{twice[0]}' out of the sum"
-            raise PendingSumError(
+            raise SecondSum(
                 f"a sum over devices is of values that differ between them, got {operation.name} over "
                 f"'{twice[0]}' of one that {was}, in `{self.bindings.function}`{line_of(operation)}: {fix}"
             )

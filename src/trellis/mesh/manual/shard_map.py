@@ -17,6 +17,7 @@ from trellis.mesh.landing import placed
 from trellis.mesh.manual.check import check_pending, met_line
 from trellis.mesh.manual.refusals import raise_in_notation, raise_of_call
 from trellis.mesh.manual.reshard import TransitionError, check_slice
+from trellis.mesh.manual.rules import check_rules
 from trellis.mesh.manual.slices import check_slices, joined_in, otherwise, sliced_as
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.notation import (
@@ -351,6 +352,7 @@ class _Call:
                 raise
             read = Program(traced.jaxpr)
             pending, lie, untold = self.checked(read, [_sliced(spec, x.ndim) for spec, x in zip(specs, slices)])
+            check_rules(traced, slices, self.bindings)
             arrays = eval_jaxpr(traced.jaxpr, traced.consts, *slices)
             typed = [leaf for leaf in out["leaves"] if leaf.kind is not None]
             for leaf, dims, value in zip(typed, lie, read.results, strict=True):
