@@ -130,8 +130,10 @@ def test_a_sum_is_of_values_that_differ(what):
 
 
 def test_a_mean_of_what_is_the_same_is_the_same_and_a_constant_s_sum_counts_devices():
-    mean = lambda y, x: jax.lax.pmean(_settled(y), ("d", "m")) * jax.lax.psum(1.0, "d")
+    mean = lambda y, x: jax.lax.pmean(_settled(y), "d") * jax.lax.psum(1.0, "d")
     np.testing.assert_array_equal(_on_two_axes(mean), np.full((2, 3), 32.0))
+    with pytest.raises(PendingSumError, match="summed over it already"):
+        _on_two_axes(lambda y, x: jax.lax.pmean(_settled(y), "m"))
     counted = lambda y, x: _settled(y) * jax.lax.psum(jnp.ones((2, 1)), "d")
     np.testing.assert_array_equal(_on_two_axes(counted), np.full((2, 3), 32.0))
 
@@ -186,3 +188,14 @@ def test_what_differs_though_its_type_says_that_it_is_the_same_is_summed(what):
     made = _on_two_axes(lambda y, x: _settled(y) * 0 + jax.lax.psum(SUMMED[what](y, x), "m"))
     one = {"what a callback gives": 32.0, "an order": 24.0, "a choice": 6.0, "a choice in a loop": 12.0}
     np.testing.assert_array_equal(made, np.full((2, 3), one[what]))
+
+
+def test_a_mean_of_a_gradient_that_the_types_have_summed_is_refused():
+    """Data parallel as it is written elsewhere: it would be as many times too large as there are devices."""
+
+    @tr.shard_map
+    def gradient(x: tr.f32["batch/d e"], w: tr.f32["e"]) -> tr.f32["e"]:
+        return jax.lax.pmean(jax.grad(lambda w: ((x @ w) ** 2).mean())(w), "d")
+
+    with tr.Layout(tr.make_mesh(d=8)), pytest.raises(PendingSumError, match="summed over it already"):
+        gradient(np.ones((8, 4), np.float32), np.ones(4, np.float32))
