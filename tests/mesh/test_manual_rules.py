@@ -68,7 +68,7 @@ RIGHT = {
 @pytest.mark.parametrize("rules", RIGHT)
 def test_rules_that_sum_nothing_twice_are_right(rules, outside):
     for mine, wanted in zip(*gradients(*RIGHT[rules], outside=outside), strict=True):
-        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("outside", [False, True])
