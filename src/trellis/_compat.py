@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import re
 import traceback
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
 from typing import Any
 
 import jax
@@ -26,27 +26,22 @@ def mapped_over() -> frozenset[str]:
 
     The trace in force is public; what it consists of is private, in JAX 0.10.2 to 0.12.0.
     """
-    with take_current_trace() as trace:
-        pass
-    axes: set[str] = set()
-    while trace is not None:
-        axes.update(getattr(getattr(trace, "axis_data", None), "explicit_mesh_axis", None) or ())
-        trace = getattr(trace, "parent_trace", None)
-    return frozenset(axes)
+    mapped = (getattr(trace, "axis_data", None) for trace in _traces_around())
+    return frozenset(axis for data in mapped for axis in getattr(data, "explicit_mesh_axis", None) or ())
 
 
 def derivatives_around() -> int:
-    """How many derivatives are being taken around this code, one in another.
+    """How many derivatives are taken around this code, one in another, by private names of JAX 0.10.2 to 0.12.0."""
+    return sum(type(trace).__name__ in ("JVPTrace", "LinearizeTrace") for trace in _traces_around())
 
-    The trace in force is public; what it consists of is private, in JAX 0.10.2 to 0.12.0.
-    """
+
+def _traces_around() -> Iterator[Any]:
+    """The trace in force, and those that it stands in, the innermost first."""
     with take_current_trace() as trace:
         pass
-    count = 0
     while trace is not None:
-        count += type(trace).__name__ in ("JVPTrace", "LinearizeTrace")
+        yield trace
         trace = getattr(trace, "parent_trace", None)
-    return count
 
 
 def in_a_rule(equation: Any) -> bool:

@@ -319,11 +319,11 @@ def test_another_number_of_steps_tells_the_learning_rate_that_it_makes(tmp_path)
     run = dataclasses.replace(tiny(), schedule=Linear(warmup_steps=0, final_fraction=0.0))
     claim(tmp_path, run)
     longer = dataclasses.replace(run, steps=40)
-    assert train._other_rate(tmp_path, longer, 10) == ""  # it has not begun
+    assert train._changed(tmp_path, longer, 10) == []  # it has not begun
     (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
     words = "steps    20 -> 40: the learning rate goes by these, in step 11 0.00725, where it would have been 0.0045"
-    assert train._other_rate(tmp_path, longer, 10) == words
-    assert train._other_rate(tmp_path, run, 10) == train._other_rate(tmp_path, longer, 0) == ""
+    assert train._changed(tmp_path, longer, 10) == [words]
+    assert train._changed(tmp_path, run, 10) == train._changed(tmp_path, longer, 0) == []
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_values_that_leave_for_the_host_are_in_natural_order(layout):
             np.testing.assert_array_equal(np.asarray(x + back), 4 * X)
         assert (np.asarray(x.transpose("pos batch embed"))[:, 0] == 2 * X[0]).all()
         np.testing.assert_array_equal(np.asarray(tr.named(X, "batch pos embed")), X)
+        assert np.asarray(x["embed", :0]).shape == (2, 16, 0)
 
 
 @pytest.mark.parametrize("jit", [False, True])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.models.small import CONFIGS
 from tests.train.small import make_run, trellis
-from trellis.commands.train import _other_parts
+from trellis.commands.train import _changed
 from trellis.errors import UserError
 from trellis.hardware.remembered import recall
 from trellis.named.tuned import Tuned, tuned_for
@@ -121,9 +121,10 @@ def test_with_dropout_which_is_drawn_for_each_part_a_batch_is_cut_where_the_user
     assert found.microbatches == 1 and machine.tried == [(2, 1), (1, 1)]
     claim(tmp_path, drops)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert _other_parts(tmp_path, dataclasses.replace(drops, devices=1), 3) == ""
+    assert _changed(tmp_path, dataclasses.replace(drops, devices=1), 3) == []
     cut = dataclasses.replace(drops, microbatches=2)
-    assert "drawn for each part" in _other_parts(tmp_path, cut, 3) and not _other_parts(tmp_path, cut, 0)
+    (line,) = _changed(tmp_path, cut, 3)
+    assert "drawn for each part" in line and not _changed(tmp_path, cut, 0)
 
 
 def test_what_the_user_set_stays(machine):

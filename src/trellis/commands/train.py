@@ -92,9 +92,9 @@ def execute(args: argparse.Namespace) -> int:
                 devices = devices[: chosen.devices]
             run = chosen
         with unchanged_if_refused(folder) if is_first() else contextlib.nullcontext():
-            changed = [_other_rate(folder, run, done()), _other_parts(folder, run, done())]
+            changed = _changed(folder, run, done())
             claim(folder, run, done=done(), write=is_first())
-            for line in filter(None, changed if is_first() else ()):
+            for line in changed if is_first() else ():
                 print(line, flush=True)
             try:
                 code = train_run(run, folder, devices, until=args.until)
@@ -109,30 +109,34 @@ def execute(args: argparse.Namespace) -> int:
         return code
 
 
-def _other_rate(folder: Path, run: "Run", done: int) -> str:
-    """Words for the learning rate that a run continues with, if a new number of steps changes it."""
-    from trellis.optim import learning_rates
+def _changed(folder: Path, run: "Run", done: int) -> list[str]:
+    """Lines about what a run continues with otherwise than it began, where that is allowed and changes its numbers."""
     from trellis.run.folder import has_begun, open_run
 
     if not done or not has_begun(folder) or not (folder / "run.yaml").is_file():
-        return ""
-    peak, before = run.optimizer.learning_rate, open_run(folder).steps
-    was, now = (float(learning_rates(run.schedule, peak, steps)(done)) for steps in (before, run.steps))
+        return []
+    before = open_run(folder)
+    return list(filter(None, (_other_rate(before, run, done), _other_parts(before, run))))
+
+
+def _other_rate(before: "Run", run: "Run", done: int) -> str:
+    """Words for the learning rate that a run continues with, if a new number of steps changes it."""
+    from trellis.optim import learning_rates
+
+    peak = run.optimizer.learning_rate
+    was, now = (float(learning_rates(run.schedule, peak, steps)(done)) for steps in (before.steps, run.steps))
     if was == now:
         return ""
     rates = f"in step {done + 1} {now:.3g}, where it would have been {was:.3g}"
-    return f"steps    {before:,} -> {run.steps:,}: the learning rate goes by these, {rates}"
+    return f"steps    {before.steps:,} -> {run.steps:,}: the learning rate goes by these, {rates}"
 
 
-def _other_parts(folder: Path, run: "Run", done: int) -> str:
-    """A line about dropout, which is drawn for each part of a batch, if a run continues with other parts."""
+def _other_parts(before: "Run", run: "Run") -> str:
+    """Words about dropout, which is drawn for each part of a batch, if a run continues with other parts."""
     from trellis.models.protocol import dropout
-    from trellis.run.folder import has_begun, open_run
 
-    if not done or not dropout(run.model) or not has_begun(folder) or not (folder / "run.yaml").is_file():
-        return ""
     parts = lambda run: (run.parts, run.mesh.stage, run.layout.pipeline_microbatches)
-    if parts(open_run(folder)) == parts(run):
+    if not dropout(run.model) or parts(before) == parts(run):
         return ""
     return "dropout  is drawn for each part of a batch, and the parts are others from here on: so is what is dropped"
 

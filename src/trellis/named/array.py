@@ -345,7 +345,7 @@ def known(x: NamedArray, what: str):
 
 def in_natural_order(x: NamedArray, array):
     """Values that leave for the host: positions that the layout in force deals out, back in their own order."""
-    for dim in _dealt_dims(x):
+    for dim in _dealt_dims(x) if array.size else ():
         array = undealt(np.asarray(array), current_layout().slices_dealt, dim)
     return array
 

@@ -82,7 +82,7 @@ def _check_value(value: Any, fn: Callable) -> None:
 
 def _check_arguments(args: tuple, argnums: int | tuple[int, ...], fn: Callable) -> None:
     """What is differentiated is there, and holds floats."""
-    for number in (argnums,) if isinstance(argnums, int) else argnums:
+    for number in argnums if isinstance(argnums, tuple | list) else (argnums,):
         if not -len(args) <= number < len(args):
             raise NamesError(
                 f"argnums counts the positional arguments, from 0, got {number} for {len(args)}, in the gradient of "

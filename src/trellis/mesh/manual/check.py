@@ -114,7 +114,7 @@ class _Check:
         for operation in body.operations:
             operands = [of(value) for value in operation.operands]
             if operation.name in _SECOND_SUMS:
-                self.refuse_second_sum(operation, operands, mean=_is_mean(operation, body))
+                self.refuse_second_sum(operation, operands, body)
             held.update(zip(operation.results, self.operation(operation, operands), strict=True))
         return [of(value) for value in body.results]
 
@@ -151,7 +151,7 @@ class _Check:
             return rest
         raise PendingSumError(refusal(name, axes, line_of(operation), self.bindings))
 
-    def refuse_second_sum(self, operation: Operation, operands: list[Held], *, mean: bool) -> None:
+    def refuse_second_sum(self, operation: Operation, operands: list[Held], body: Body) -> None:
         """Refuses a sum over devices of what is the same on all of them. A mean of that is right, but of a sum it is
         not what was meant: a gradient that JAX's types have summed, say."""
         sizes = jax.sharding.get_abstract_mesh().shape
@@ -161,9 +161,9 @@ class _Check:
             for what in ("settled", "same")
         )
         # The transpose of a value that was the same on all devices is a sum of their shares, which may be equal.
-        if (twice := settled or (not mean and same)) and (
-            "transpose" not in operation.scope or in_a_rule(operation.equation)
-        ):
+        if "transpose" in operation.scope and not in_a_rule(operation.equation):
+            return
+        if twice := settled or (same if same and not _is_mean(operation, body) else []):
             was = "was summed over it already" if settled else "is the same on all devices along it"
             fix = "leave the second sum out" if settled else f"leave '{twice[0]}' out of the sum"
             raise SecondSum(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from trellis.mesh.linear import linear
 from trellis.mesh.manual.ops import Axes
@@ -48,6 +49,11 @@ def changes(sums, gradients, tangents, axes: Axes = ()):
     change = _along(gradients, tangents)
     rest = jax.tree.map(jnp.zeros_like, sums[1])
     return lax.psum(change, axes) if axes else change, rest
+
+
+def instantiated(tree):
+    """Tangents or gradients with zeros in the place of JAX's symbols for them."""
+    return jax.tree.map(lambda d: jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d, tree)
 
 
 def changes_of_weights(gradient, tangent):

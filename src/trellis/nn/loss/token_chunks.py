@@ -9,7 +9,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
 from trellis.named.backend import copied_turned, on_accelerator
-from trellis.nn.loss.formulas import Settings, capped, changes, changes_of_weights, weighed
+from trellis.nn.loss.formulas import Settings, capped, changes, changes_of_weights, instantiated, weighed
 from trellis.nn.loss.products import (
     Factor,
     NarrowFactors,
@@ -71,7 +71,7 @@ def summed_by_tokens(x, head, targets, weights, narrow: NarrowFactors | None, se
 def _derivative(settings: Settings, primals, tangents):
     weighted = not isinstance(tangents[3], SymbolicZero)  # a mask has no gradient, and nothing is kept for it
     sums, gradients, of_weights = _with_gradients(*primals, settings, weighted)
-    change, rest = changes(sums, gradients, jax.tree.map(_instantiated, primals[:2], tangents[:2]), settings.vocab_axes)
+    change, rest = changes(sums, gradients, instantiated(tangents[:2]), settings.vocab_axes)
     if not weighted:
         return sums, (change, (*rest[:3], SymbolicZero(jax.typeof(rest[3]))))
     more, of_tokens = changes_of_weights(of_weights, tangents[3])
@@ -79,10 +79,6 @@ def _derivative(settings: Settings, primals, tangents):
 
 
 summed_by_tokens.defjvp(_derivative, symbolic_zeros=True)
-
-
-def _instantiated(primal, tangent):
-    return jnp.zeros_like(primal) if isinstance(tangent, SymbolicZero) else tangent
 
 
 def _factors(x, head, narrow: NarrowFactors | None):

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
 from trellis.mesh.parts import with_one
 from trellis.named.narrow import Rounded
-from trellis.nn.loss.formulas import Settings, capped, weighed
+from trellis.nn.loss.formulas import Settings, capped, instantiated, weighed
 from trellis.nn.loss.products import Factor, NarrowFactors, gradient_factor, to_logits, to_unembed, to_x
 
 # A chunk's float32 logits take about this many bytes.
@@ -122,16 +122,12 @@ def _with_gradients(x, unembed, targets, weights, narrow: NarrowFactors | None, 
 
 def _bwd(settings, chunks: VocabChunks, kept, cotangents):
     gradients, of_weights = kept
-    d_total, (*_, d_tokens) = jax.tree.map(_instantiated, cotangents, is_leaf=lambda d: isinstance(d, SymbolicZero))
+    d_total, (*_, d_tokens) = instantiated(cotangents)
     d_weights = None if of_weights is None else of_weights * d_total + d_tokens
     return *jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients), None, d_weights, None
 
 
 summed_by_vocab.defvjp(_fwd, _bwd, symbolic_zeros=True)
-
-
-def _instantiated(d):
-    return jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d
 
 
 def _all_chunks(
