@@ -199,3 +199,29 @@ def test_a_mean_of_a_gradient_that_the_types_have_summed_is_refused():
 
     with tr.Layout(tr.make_mesh(d=8)), pytest.raises(PendingSumError, match="summed over it already"):
         gradient(np.ones((8, 4), np.float32), np.ones(4, np.float32))
+
+
+@pytest.mark.parametrize("scatter", ["tr.reduce_scatter", "jax.lax.psum_scatter"])
+def test_slices_of_a_sum_differ_and_their_squares_are_summed(scatter):
+    """The norm of gradients of which each device holds a slice, as sharded optimizers clip by it."""
+
+    @tr.shard_map
+    def norm(x: tr.f32["batch/d e"]) -> tr.f32[""]:
+        parts = x.sum(0)
+        if scatter == "tr.reduce_scatter":
+            mine = tr.reduce_scatter("e +d -> e/d", tr.einsum("batch/d e -> e +d", x))
+        else:
+            mine = jax.lax.psum_scatter(parts, "d", tiled=True)
+        return jnp.sqrt(jax.lax.psum((mine**2).sum(), "d"))
+
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    with tr.Layout(tr.make_mesh(d=8)):
+        np.testing.assert_allclose(norm(x), np.linalg.norm(x.sum(0)), rtol=1e-6)
+        with pytest.raises(PendingSumError, match="summed over it already"):
+            _norm_of_a_gathered_sum(x)
+
+
+@tr.shard_map
+def _norm_of_a_gathered_sum(x: tr.f32["batch/d e"]) -> tr.f32[""]:
+    whole = tr.all_reduce("e +d -> e", tr.einsum("batch/d e -> e +d", x))
+    return jnp.sqrt(jax.lax.psum((whole**2).sum(), "d"))

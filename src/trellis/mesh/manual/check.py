@@ -30,6 +30,8 @@ _NONE: Axes = frozenset()
 _SECOND_SUMS = {"psum", "psum_invariant"}
 # Collectives after which all devices along their axes hold the same.
 _SAME_AFTER = {name for name, kind in COLLECTIVES.items() if kind in ("all-reduce", "all-gather")}
+# Sums of which all devices then hold the whole. What is reduced and scattered is summed too, and differs.
+_SETTLES = SUMS & _SAME_AFTER
 # Operations that move slices between devices and combine none.
 _MOVES = set(COLLECTIVES) - SUMS - {"pmax", "pmin"}
 # Operations that keep a sum of terms a sum of terms, if all operands are such sums alike.
@@ -130,7 +132,7 @@ class _Check:
         pending = self.pending(operation, [held.pending for held in operands])
         over = frozenset(axes_over(operation)) if name in COLLECTIVES else _NONE
         settled, same = ([getattr(held, what) for held in operands] for what in ("settled", "same"))
-        settled = (_alike_along(settled, operation) - over) | (over if name in SUMS else _NONE)
+        settled = (_alike_along(settled, operation) - over) | (over if name in _SETTLES else _NONE)
         same = (_alike_along(same, operation) - over) | (over if name in _SAME_AFTER else _NONE)
         given, lost = any(held.given for held in operands), [pending | summed(value) for value in operation.results]
         return [Held(pending, settled - each, same - each, given) for each in lost]
