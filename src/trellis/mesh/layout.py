@@ -233,6 +233,11 @@ class Layout:
         return dataclasses.replace(self, dealt=tuple(axes))
 
     @property
+    def axes_dealt(self) -> Axes:
+        """The mesh axes over which positions are dealt out, without those of one device."""
+        return tuple(axis for axis in self.dealt if self.mesh.shape[axis] > 1)
+
+    @property
     def slices_dealt(self) -> int:
         """The number of slices over which positions are dealt out; 1 if they are in natural order."""
         return math.prod(self.mesh.shape[axis] for axis in self.dealt)

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trellis.mesh.layout import Layout, current_layout
+from trellis.mesh.dealing import deal, undeal
+from trellis.mesh.layout import POSITIONS, Layout, current_layout
 from trellis.mesh.manual.ops import vary
 from trellis.named import NamedArray, NamesError
+from trellis.named.operand import slices_dealt
 from trellis.named.placing import move
 from trellis.nn.attention.decode import decode_attention
 from trellis.nn.attention.dispatch import dot_product_attention
@@ -70,7 +72,8 @@ def attend(
         out = attend(*alone[:3], segment_ids=alone[3], sinks=sinks, window=window, **options)
         return NamedArray(jnp.squeeze(out.array, 0), out.names[1:], out.slices[1:])
     q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose((*KEY[:3], _width(v)))
-    k, v = _own_heads(q, k, v, ordered=options.get("causal", True) or window is not None)
+    ordered = options.get("causal", True) or window is not None
+    k, v = _own_heads(q, k, v, ordered=ordered)
     places = _Places.of(current_layout(), q, k, window)
     q, k, v = _in_place(q, k, v, places)
     plain = None
@@ -79,9 +82,36 @@ def attend(
         of_queries, of_keys = (state_of(x.array).axes[:2] for x in (q, k))
         plain = tuple(move(ids, axes, frozenset()).array for axes in (of_queries, of_keys))
     own = None if sinks is None else _own_sinks(sinks, places, state_of(sinks.array).copied).array
-    made = dot_product_attention(q.array, k.array, v.array, segment_ids=plain, sinks=own, window=window, **options)
-    out = NamedArray(made, (*QUERY[:3], _width(v)), q.slices)
+    pieces = _dealt_otherwise(q, k, places) if ordered else None
+    arrays = q.array, k.array, v.array
+    if pieces is not None:
+        of_queries, of_keys = pieces
+        arrays = tuple(undeal(x, n) for x, n in zip(arrays, (of_queries, of_keys, of_keys)))
+        plain = plain and tuple(undeal(x, n) for x, n in zip(plain, pieces))
+    made = dot_product_attention(*arrays, segment_ids=plain, sinks=own, window=window, **options)
+    out = NamedArray(made if pieces is None else deal(made, pieces[0]), (*QUERY[:3], _width(v)), q.slices)
     return out if places is None else move(out, places.around, frozenset())
+
+
+def _dealt_otherwise(q: NamedArray, k: NamedArray, places: "_Places | None") -> tuple[int, int] | None:
+    """Over how many slices positions of queries and of keys are dealt out, where those of both are whole.
+
+    None if positions are in natural order, or if their slices are those that they are dealt out over.
+
+    Raises:
+        NamesError: positions are in other slices.
+    """
+    layout = current_layout()
+    if places is None or layout is None or layout.axes_dealt in ((), places.queries[1]):
+        return None
+    if places.queries[1]:
+        raise NamesError(
+            f"causal attention needs positions in the slices over which they are dealt out, or whole, got "
+            f"'pos/{'/'.join(places.queries[1])}' with dealt={layout.dealt}, in attend: use "
+            f"dealt={places.queries[1]} in the layout, or in_order"
+        )
+    of_queries, of_keys = (slices_dealt(POSITIONS, n, "attend") for n in (q.shape["pos"], k.shape["key_pos"]))
+    return of_queries, of_keys
 
 
 def _batch_of_one(x: NamedArray) -> NamedArray:

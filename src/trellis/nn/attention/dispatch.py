@@ -134,7 +134,7 @@ def _sliced(place: Placement, q, k, chosen: str, *, pattern: Pattern, scale, log
     order = (0, 1, 2, 3) if kernels.axis == 1 else (0, 2, 1, 3)
     text = str(Shape(tuple(Dim(*dims[i]) for i in order)))
     whole = place.pos[len(place.key_pos) :]
-    return Sliced(kernels, pattern, place.key_pos, whole, layout is not None and layout.dealt == place.pos, text)
+    return Sliced(kernels, pattern, place.key_pos, whole, layout is not None and layout.axes_dealt == place.pos, text)
 
 
 def _tiles(chosen: str, q, *, scale: float, logit_softcap: float | None, upcast: bool):
