@@ -55,7 +55,7 @@ def check_sizes(config) -> None:
         if isinstance(size, bool) or field.name in _FROM_ZERO or not isinstance(size, int | float) or size > 0:
             continue
         raise UserError(
-            "A model's sizes are positive." if isinstance(size, int) else f"`{field.name}` is positive.",
+            "A model's sizes must be positive." if isinstance(size, int) else f"`{field.name}` must be positive.",
             seen=f"{field.name}={size}",
             where=f"model.{field.name}",
             fix="use 1 or more" if isinstance(size, int) else "use a positive number, as in the model's recipe",
@@ -70,14 +70,14 @@ def check_key_heads(config) -> None:
     """
     if config.heads % config.kv_heads:
         raise UserError(
-            "Each key head serves the same number of query heads.",
+            "`heads` must be divisible by `kv_heads`.",
             seen=f"heads={config.heads}, kv_heads={config.kv_heads}",
             where="model.kv_heads",
             fix=f"make kv_heads a divisor of {config.heads}",
         )
     if config.head_dim % 2:
         raise UserError(
-            "Rotary positions turn pairs of elements.",
+            "`head_dim` must be even, since rotary positions rotate pairs of elements.",
             seen=f"head_dim={config.head_dim}",
             where="model.head_dim",
             fix=f"use an even size, {config.head_dim + 1} for example",
@@ -92,7 +92,7 @@ def check_heads_divide(config) -> None:
     """
     if config.embed % config.heads:
         raise UserError(
-            "Heads divide the width between them.",
+            "`embed` must be divisible by `heads`.",
             seen=f"embed={config.embed}, heads={config.heads}",
             where="model.heads",
             fix=f"use a divisor of {config.embed}",

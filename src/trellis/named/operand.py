@@ -270,8 +270,8 @@ def refuse_pending(x: NamedArray, what: str) -> None:
     if state_of(x.array).pending:
         settled = Shape(x.type.dims, (), x.type.copied)
         raise PendingSumError(
-            f"only linear operations take partial sums, got {what} of {typeof(x)}: write "
-            f'reshard("{x.type} -> {settled}", ...) before, or settle(...)'
+            f'only linear operations take partial sums, got {what} of {typeof(x)}: write reshard("{x.type} -> '
+            f'{settled}", ...) first, or settle(...)'
         )
 
 

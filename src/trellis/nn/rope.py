@@ -19,7 +19,7 @@ from trellis.named.placing import move
 def _check_positive(**values: float) -> None:
     for name, value in values.items():
         if value <= 0:
-            raise UserError(f"`{name}` is positive.", seen=f"{name}={value}", where=name, fix="use more than 0")
+            raise UserError(f"`{name}` must be positive.", seen=f"{name}={value}", where=name, fix="use more than 0")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Llama3Scaling:
         )
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
-                "Waves that are kept are shorter than those that are stretched fully.",
+                "`high_freq_factor` must be greater than `low_freq_factor`.",
                 seen=f"low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}",
                 where="high_freq_factor",
                 fix=f"use more than {self.low_freq_factor}, as in {4 * self.low_freq_factor}",
@@ -101,7 +101,7 @@ class YarnScaling:
         _check_positive(factor=self.factor, beta_slow=self.beta_slow, original_context=self.original_context)
         if self.beta_fast <= self.beta_slow:
             raise UserError(
-                "Waves that are kept turn more often than those that are stretched fully.",
+                "`beta_fast` must be greater than `beta_slow`.",
                 seen=f"beta_fast={self.beta_fast}, beta_slow={self.beta_slow}",
                 where="beta_fast",
                 fix=f"use more than {self.beta_slow}, as in {32 * self.beta_slow}",
@@ -164,7 +164,7 @@ def rotary_tables(
             an element of the first half with its counterpart in the second.
     """
     theta = number_of(
-        theta, "theta", "rotary_tables", "pass a number of Python's, or scale the positions by what is learned"
+        theta, "theta", "rotary_tables", "pass a Python number, or scale the positions by the learned value"
     )
     if pairs is None:
         rates = np.tile(frequencies(head_dim.size, theta, scaling), 2)

@@ -88,14 +88,14 @@ class DeepseekV3Config:
         check_count(self.experts_per_token, self.experts, "model.experts_per_token", self.routing)
         if self.rope_dim % 2:
             raise UserError(
-                "Rotary positions turn pairs of elements.",
+                "`rope_dim` must be even, since rotary positions rotate pairs of elements.",
                 seen=f"rope_dim={self.rope_dim}",
                 where="model.rope_dim",
                 fix=f"use an even size, {self.rope_dim + 1} for example",
             )
         if self.dense_layers >= self.layers:
             raise UserError(
-                "The blocks after the first ones have experts.",
+                "`dense_layers` must be less than `layers`, so that some blocks have experts.",
                 seen=f"dense_layers={self.dense_layers}, layers={self.layers}",
                 where="model.dense_layers",
                 fix=f"use {self.layers - 1} at most",

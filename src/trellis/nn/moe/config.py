@@ -77,42 +77,42 @@ class Routing:
             least += f", and at most {_MOST_ROOM}" if wrong[0] in ("capacity", "slack") else ""
             more = "use 1.25 for a quarter more than an even load, or leave it out"
             raise UserError(
-                f"`{wrong[0]}` is {least}.",
+                f"`{wrong[0]}` must be {least}.",
                 seen=f"{wrong[0]}={getattr(self, wrong[0])}",
                 where=f"model.routing.{wrong[0]}",
                 fix="use 0 to leave it out" if least == "0 or more" else more,
             )
         if self.interleave < 1:
             raise UserError(
-                "Sequences go through a layer in one part or more.",
+                "`interleave` must be 1 or more.",
                 seen=f"interleave={self.interleave}",
                 where="model.routing.interleave",
-                fix="use 1 for all together, 2 to exchange one half while the other is computed",
+                fix="use 1 for all sequences together, 2 to exchange one half while the other is computed",
             )
         if self.scale <= 0:
             raise UserError(
-                "`scale` is more than 0.",
+                "`scale` must be more than 0.",
                 seen=f"scale={self.scale}",
                 where="model.routing.scale",
-                fix="use 1, or what an imported model has",
+                fix="use 1, or the scale of the imported model",
             )
         if self.groups < 1:
             raise UserError(
-                "Experts are in one group or more.",
+                "`groups` must be 1 or more.",
                 seen=f"groups={self.groups}",
                 where="model.routing.groups",
-                fix="use 1 to leave groups out",
+                fix="use 1 for no groups",
             )
         if not 1 <= self.groups_per_token <= self.groups:
             raise UserError(
-                "A token's experts come from some of their groups.",
+                "`groups_per_token` must be from 1 to the number of groups.",
                 seen=f"groups_per_token={self.groups_per_token}, groups={self.groups}",
                 where="model.routing.groups_per_token",
                 fix=f"use 1 to {self.groups}",
             )
         if self.z_loss and self.scores == "sigmoid":
             raise UserError(
-                "The z-loss is of a softmax's denominator, which sigmoids do not have.",
+                "The z-loss needs softmax scores, since sigmoids have no denominator.",
                 seen=f"z_loss={self.z_loss}, scores=sigmoid",
                 where="model.routing.z_loss",
                 fix="use 0",
