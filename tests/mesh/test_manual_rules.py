@@ -74,7 +74,7 @@ def test_rules_that_sum_nothing_twice_are_right(rules, outside):
 @pytest.mark.parametrize("outside", [False, True])
 def test_a_rule_that_sums_what_jax_has_summed_is_refused(outside):
     """Also where the function is differentiated from outside, whose program JAX makes."""
-    with pytest.raises(PendingSumError, match="of one that was summed over it already.*: leave the second sum out"):
+    with pytest.raises(PendingSumError, match="of a value that was summed over it already.*: leave the second sum out"):
         gradients(with_rule(alike, total), total, outside=outside)
 
 

@@ -100,7 +100,7 @@ PLAIN = {
 @pytest.mark.parametrize("what", PLAIN)
 def test_plain_operations_of_manual_mode_are_held_too(what):
     """JAX forgets the sum of some: then the text that settles it says so."""
-    told = "a pending sum may only be added to sums pending alike|which is not pending along m"
+    told = "a pending sum can only be added to sums pending over the same axes|which is not pending along m"
     with pytest.raises((PendingSumError, TransitionError), match=told):
         _manual(lambda y: _settled(PLAIN[what](y)))
 

@@ -130,5 +130,5 @@ def test_target_configs_name_the_gpu():
 
 
 def test_a_generation_that_is_none():
-    with pytest.raises(TopologyError, match="TPUs are of the generations .*, got 'v55'"):
+    with pytest.raises(TopologyError, match="a TPU generation must be one of .*, got 'v55'"):
         slice_names("v55")

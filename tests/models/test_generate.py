@@ -179,9 +179,9 @@ def test_a_document_ends():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (dict(temperature=-1.0), "A temperature is 0 or more.\n  seen:  temperature=-1.0"),
-        (dict(top_k=0), "At least one token is chosen from.\n  seen:  top_k=0"),
-        (dict(top_p=0.0), "A share of the probability is above 0, and 1 at most.\n  seen:  top_p=0.0"),
+        (dict(temperature=-1.0), "`temperature` must be 0 or more.\n  seen:  temperature=-1.0"),
+        (dict(top_k=0), "`top_k` must be 1 or more.\n  seen:  top_k=0"),
+        (dict(top_p=0.0), "`top_p` must be above 0 and at most 1.\n  seen:  top_p=0.0"),
     ],
 )
 def test_refused_settings(how, message):

@@ -43,7 +43,7 @@ def test_python(x):
     one = x["b", 1, "e", 1]
     assert f"{one:.3f}" == "5.000" and f"{one:>8.1f}" == "     5.0" and float(one) == 5.0 and int(one) == 5
     assert bool(one == 5) and round(float(one)) == 5
-    with pytest.raises(NamesError, match="a format is for a scalar"):
+    with pytest.raises(NamesError, match="only a scalar can be formatted"):
         f"{x:.3f}"
     assert x.block_until_ready() is x and jax.block_until_ready(x).names == x.names
     for other in (copy.copy(x), copy.deepcopy(x), pickle.loads(pickle.dumps(x))):

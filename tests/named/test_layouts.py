@@ -91,7 +91,7 @@ def test_without_a_layout_shard_leaves_a_tree_as_it_is():
     assert tr.shard(tree)["x"] is x and tr.shard(tree, "compute") == tree
     with pytest.raises(tr.NamesError, match=r"a map to mesh axes needs a layout, got \{'pos': 'data'\} and none in"):
         tr.shard(tree, {"pos": "data"})
-    with pytest.raises(tr.NamesError, match="a tree goes where one of the layout's maps says, .* got 'activations'"):
+    with pytest.raises(tr.NamesError, match="a tree must be placed by one of the layout's maps .* got 'activations'"):
         tr.shard(tree, "activations")
 
 
@@ -198,8 +198,8 @@ def test_partial_sums_may_wait_and_be_settled_once():
     ("use", "what"),
     [
         (lambda p: tr.exp(p), "exp"),
-        (lambda p: p * p, "multiply of it with something else than a number"),
-        (lambda p: p + 1.0, "add of it and something that is not the same partial sum"),
+        (lambda p: p * p, "multiply (by something other than a number)"),
+        (lambda p: p + 1.0, "add (with something that is not the same partial sum)"),
         (lambda p: p.max("embed"), "max"),
         (lambda p: tr.softmax(p, "embed"), "softmax"),
         (lambda p: tr.dot(p, p, over="embed"), "dot"),

@@ -197,7 +197,7 @@ def test_indexing_and_updates():
     np.testing.assert_array_equal(x.at["pos", 1:3].add(row).array, x.array.at[:, 1:3].add(row.array[None, None]))
     with pytest.raises(NamesError, match=r"a position is inside its dimension, got pos\[7\].*use -5 to 4"):
         x["pos", 7]
-    with pytest.raises(NamesError, match="indexing goes by name"):
+    with pytest.raises(NamesError, match="must be indexed by name"):
         x[0]
 
 
@@ -206,7 +206,7 @@ def test_take_is_an_embedding_lookup():
     out = tr.take(table, "vocab", ids)
     assert out.names == ("batch", "pos", "embed")
     np.testing.assert_array_equal(out.array, table.array[ids.array])
-    with pytest.raises(NamesError, match="positions have names that the table has not, got 'embed'"):
+    with pytest.raises(NamesError, match="positions cannot share other names with the table, got 'embed'"):
         tr.take(table, "vocab", ids.rename(pos="embed"))
 
 
@@ -278,12 +278,18 @@ X = "f32[batch=2 embed=3]"
             rf"got no 'embed', which the array has, in 'batch -> batch' for {X}",
         ),
         (lambda x: tr.einsum("batch embed -> mlp", x), rf"got 'mlp' in 'batch embed -> mlp' for {X}"),
-        (lambda x: tr.einsum("a, b -> a", x), "takes as many arrays as its text, got 1 for 'a, b -> a'"),
-        (lambda x: tr.einsum("batch/data embed -> embed", x), "named arrays carry their sharding, got mesh axes"),
-        (lambda x: tr.dot(x, x, over="mlp"), "dot sums over names that its operands share, got 'mlp'"),
-        (lambda x: tr.vmap(lambda y: y, "pos")(x), "vmap goes along one dimension, got no array with it for 'pos'"),
+        (lambda x: tr.einsum("a, b -> a", x), "needs one array for each operand in its text, got 1 for 'a, b -> a'"),
+        (
+            lambda x: tr.einsum("batch/data embed -> embed", x),
+            "an einsum of named arrays takes names only, got mesh axes",
+        ),
+        (lambda x: tr.dot(x, x, over="mlp"), "dot can only sum over names that its operands share, got 'mlp'"),
+        (
+            lambda x: tr.vmap(lambda y: y, "pos")(x),
+            "vmap must go along a dimension of one size, got no array with it for 'pos'",
+        ),
         (lambda x: x.broadcast_to({"batch": 2}), r"got none of 'embed' in 'batch'"),
-        (lambda x: list(x), "not iterated by position"),
+        (lambda x: list(x), "cannot be iterated by position"),
         (lambda x: named(x.array, "batch"), r"got 1 names 'batch' for shape \(2, 3\)"),
         (lambda x: named(x.array, ("a", "a")), "got 'a a': rename the second 'a'"),
     ],

@@ -64,8 +64,8 @@ def checked(fn: Callable) -> Callable:
     ...     scale(jnp.ones((2, 3)), jnp.ones(4))
     Traceback (most recent call last):
         ...
-    trellis.notation.binding.TypeMismatch: a name has one length in a call, got embed=3 from argument `x` of `scale`
-    and embed=4 from argument `by` of `scale`, in `scale`: make them agree, or give one of them another name
+    trellis.notation.binding.TypeMismatch: a name must have one length in a call, got embed=3 from argument `x` of
+    `scale` and embed=4 from argument `by` of `scale`, in `scale`: make them agree, or give one of them another name
 
     Raises:
         TypeMismatch: a value is not what its annotation says; names both places.

@@ -119,7 +119,7 @@ def parse(text: str) -> Shape:
     Traceback (most recent call last):
         ...
     trellis.notation.shape.NotationError: mesh axis 'data' is used twice,
-    in 'batch/data pos embed/data/model': an array is sliced, summed or copied over a mesh axis once
+    in 'batch/data pos embed/data/model': use each mesh axis once, to slice, sum or copy the array
     >>> str(parse("batch/data  embed +model"))
     'batch/data embed +model'
 

@@ -302,8 +302,8 @@ def test_refusals():
         with pytest.raises(AttentionError) as error:
             dot_product_attention(q, k, v)
     assert str(error.value) == (
-        "positions in slices are cut into two pieces a device, the same for queries and keys, got pos=36 and "
-        "key_pos=36 over a, 8 pieces, in attention: use a length that 8 divides"
+        "positions in slices must divide into two pieces a device, the same for queries and keys, got pos=36 and "
+        "key_pos=36 over a, 8 pieces, in attention: use a length that is divisible by 8"
     )
     q, k, v, *_ = arrays()
     with jax.set_mesh(mesh):
@@ -311,8 +311,11 @@ def test_refusals():
         with pytest.raises(AttentionError) as error:
             dot_product_attention(put(q, None, "a"), put(k[:, :16]), put(v[:, :16]))
         assert str(error.value) == (
-            f"queries that lie in slices of positions are as many as keys, got pos={q.shape[1]} and key_pos=16 over a, "
-            "in attention: exchange positions for heads (the layout's context, exchange), or leave pos whole"
+            f"queries in slices of positions must be as many as keys, got pos={q.shape[1]} and key_pos=16 over a, in "
+            "attention: exchange positions for heads (the layout's context, exchange), or leave pos whole"
         )
-        with pytest.raises(PlacementError, match="are as many of one as of the other, .*exchange positions for heads"):
+        with pytest.raises(
+            PlacementError,
+            match="queries in slices of positions must be as many as keys, .*exchange positions for heads",
+        ):
             dot_product_attention(put(q, None, "a"), put(k[:, :16], None, "a"), put(v[:, :16], None, "a"))

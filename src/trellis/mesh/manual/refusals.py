@@ -144,8 +144,8 @@ def refusal(operation: str, axes, line: str, bindings: Bindings) -> str:
     along = f" along {', '.join(sorted(axes))}" if axes else ""
     fixes = " or ".join(f'reshard("{s} -> {settled(s, axes)}", ...)' for s in candidates[-3:])
     return (
-        f"a pending sum can only be added to sums that are pending alike, reshaped or settled, got {operation} of a "
-        f"sum pending{along}, in `{bindings.function}`{line}: write {fixes or 'a reshard that settles it'} first"
+        f"a pending sum can only be added to sums pending over the same axes, reshaped or settled, got {operation} of "
+        f"a sum pending{along}, in `{bindings.function}`{line}: write {fixes or 'a reshard that settles it'} first"
     )
 
 
