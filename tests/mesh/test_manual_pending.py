@@ -108,7 +108,10 @@ def test_what_jax_takes_for_an_operation_on_the_whole_value():
 def test_a_pending_sum_is_only_added(operation, axes):
     # Where JAX 0.12 refuses a maximum on its own it does not say what it refuses.
     named = f"({operation}|an operation)" if operation == "reduce_max" else operation
-    message = f"can only be added to sums pending over the same axes, reshaped or settled, got {named} of a sum pending along m, in `prog"
+    message = (
+        f"can only be added to sums pending over the same axes, reshaped or settled, got {named} of a sum pending "
+        "along m, in `prog"
+    )
     with pytest.raises(PendingSumError, match=message):
         product(NONLINEAR[operation], axes=axes)
 
@@ -147,7 +150,7 @@ def test_the_refusal_names_the_line_and_the_reshard(axes):
         PendingSumError,
         "in `program` (test_manual_pending.py:"
         f"{then.__code__.co_firstlineno + 1}: return jnp.cumsum(y, 1)  # the line): "
-        'write reshard("batch/d out +m -> batch/d out", ...) before',
+        'write reshard("batch/d out +m -> batch/d out", ...) first',
         product,
         then,
         axes=axes,

@@ -268,7 +268,7 @@ def test_sharding_is_checked_where_the_annotation_mentions_a_mesh_axis(mesh):
     refuses(
         'got f32[8 4] for f32[batch embed +model], in argument `x` of `pending`: write reshard("batch embed -> batch '
         "embed "
-        '+model", ...) before',
+        '+model", ...) first',
         jax.jit(lambda x, w: product(x, w, PartitionSpec())),
         x,
         w,
@@ -299,7 +299,7 @@ def test_inside_manual_mode_sizes_are_whole(mesh):
     )
     refuses(
         "got f32[4 +data] for f32[embed ~data], in result of `_returns_sum`: write "
-        'reshard("embed +data -> embed ~data", ...) before',
+        'reshard("embed +data -> embed ~data", ...) first',
         unsettled,
         x,
         jnp.ones(8),

@@ -236,8 +236,8 @@ SIZES = dict(
         ),
         (
             lambda: Routing(capacity=0.0),
-            "`capacity` must be more than 0, and at most 1000.\n  seen:  capacity=0.0\n  where: model.routing.capacity\n"
-            "  fix:   use 1.25 for a quarter more than an even load, or leave it out",
+            "`capacity` must be more than 0, and at most 1000.\n  seen:  capacity=0.0\n"
+            "  where: model.routing.capacity\n  fix:   use 1.25 for a quarter more than an even load, or leave it out",
         ),
     ],
 )
