@@ -15,28 +15,28 @@ from trellis.nn.moe import Routing
 Vocab = Annotated[int, "Tokens in the vocabulary. Set it to the tokenizer's size."]
 Embed = Annotated[int, "Width of the residual stream. Raise it for a larger model; cost grows with its square."]
 Layers = Annotated[int, "Number of blocks. Raise it for a deeper model; cost grows with it."]
-Heads = Annotated[int, "Query heads. Raise it with the width, so that heads keep theirs."]
+Heads = Annotated[int, "Query heads. Raise it with the width, so that each head keeps its width."]
 WholeHeads = Annotated[
-    int, "Attention heads, each embed / heads wide. Raise it with the width, so that heads keep theirs."
+    int, "Attention heads, each embed / heads wide. Raise it with the width, so that each head keeps its width."
 ]
 KVHeads = Annotated[int, "Key and value heads; divides heads. Lower it for a smaller cache when generating."]
-HeadDim = Annotated[int, "Width of one head. Leave it at 64 or 128, which kernels are made for."]
+HeadDim = Annotated[int, "Width of one head. Leave it at 64 or 128, the widths that kernels are made for."]
 Mlp = Annotated[int, "Width of the feed-forward block. Raise it for a larger model without more attention."]
-RopeTheta = Annotated[float, "Base of the rotary frequencies. Raise it for long sequences, as to 500,000."]
+RopeTheta = Annotated[float, "Base of the rotary frequencies. Raise it for long sequences, to 500,000 for example."]
 RopeScaling = Annotated[
     Scaling | None,
-    "How rotary frequencies are changed for long contexts. Set it for longer sequences than in training.",
+    "How rotary frequencies are scaled for long contexts. Set it for longer sequences than in training.",
 ]
-RMSNormEps = Annotated[float, "Added to the mean square before the root. Set it as an imported model has it."]
-LayerNormEps = Annotated[float, "Added to the variance before the root. Set it as an imported model has it."]
+RMSNormEps = Annotated[float, "Added to the mean square before the root. Set it to the value of an imported model."]
+LayerNormEps = Annotated[float, "Added to the variance before the root. Set it to the value of an imported model."]
 TieEmbeddings = Annotated[
     bool,
-    "Whether the unembedding is the embedding. Set true for small models with many tokens.",
+    "Whether the embedding is also the unembedding. Set true for small models with a large vocabulary.",
 ]
 
 ExpertMlp = Annotated[int, "Width of one expert. Lower it for more and finer experts at the same cost."]
-Experts = Annotated[int, "Experts of each block. Raise it for more parameters at the same cost of a token."]
-ExpertsPerToken = Annotated[int, "How many of them each token goes to. Raise it for more computation a token."]
+Experts = Annotated[int, "Number of experts in each block. Raise it for more parameters at the same cost per token."]
+ExpertsPerToken = Annotated[int, "Number of experts that each token goes to. Raise it for more computation per token."]
 RoutingField = Annotated[Routing, "How experts are picked and weighed, kept evenly loaded, and reached."]
 
 

@@ -54,7 +54,7 @@ class Precision:
     units for it, and where a step waits for gathered weights."""
 
     amax_history: int = 0
-    """How many earlier steps' largest elements give the scales of products in fp8 and int8; 0 for those of the step
+    """Number of earlier steps whose largest elements give the scales of products in fp8 and int8; 0 for the step
     itself. Choose it if finding the largest element first, and then rounding, takes too long; elements larger than in
     those steps are clipped."""
 

@@ -47,10 +47,9 @@ class Llama3Scaling:
     factor: float
     """How many times longer the context is than in training. Set it to the new length over the old one."""
     low_freq_factor: float
-    """Waves longer than original_context / low_freq_factor are stretched fully. Leave it at 1, as released models have
-    it."""
+    """Waves longer than original_context / low_freq_factor are stretched fully. Leave it at 1, as in released models."""
     high_freq_factor: float
-    """Waves shorter than original_context / high_freq_factor are kept. Leave it at 4, as released models have it."""
+    """Waves shorter than original_context / high_freq_factor are kept. Leave it at 4, as in released models."""
     original_context: int
     """Positions in training. Set it to the length that the model was first trained with."""
 
@@ -84,18 +83,18 @@ class YarnScaling:
     factor: float
     """How many times longer the context is than in training. Set it to the new length over the old one."""
     beta_fast: float = 32.0
-    """Waves that turn more often than this in the original context are kept. Leave it at 32, as released models have
-    it."""
+    """Waves that turn more often than this in the original context are kept. Leave it at 32, as in released models."""
     beta_slow: float = 1.0
-    """Waves that turn less often than this in it are stretched fully. Leave it at 1, as released models have it."""
+    """Waves that turn less often than this in it are stretched fully. Leave it at 1, as in released models."""
     original_context: int
     """Positions in training. Set it to the length that the model was first trained with."""
     truncate: bool = True
-    """Whether the ramp begins and ends at whole frequencies. Set it as an imported model has it."""
+    """Whether the ramp begins and ends at whole frequencies. Set it to the value of an imported model."""
     mscale: float = 1.0
-    """How fast queries and keys grow with the log of the factor. Set it as an imported model has it."""
+    """How fast queries and keys grow with the log of the factor. Set it to the value of an imported model."""
     mscale_all_dim: float = 0.0
-    """The part of this growth that a model leaves to the scale of its scores. Set it as an imported model has it."""
+    """The part of this growth that a model leaves to the scale of its scores. Set it to the value of an imported
+    model."""
 
     def __post_init__(self):
         _check_positive(factor=self.factor, beta_slow=self.beta_slow, original_context=self.original_context)

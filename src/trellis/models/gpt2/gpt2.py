@@ -30,7 +30,7 @@ class GPT2Config:
     family: Literal["gpt2"] = "gpt2"
     vocab: fields.Vocab
     positions: int
-    """How many positions are learned: the longest sequence. Raise it for longer sequences."""
+    """Number of learned positions: the longest sequence. Raise it for longer sequences."""
     embed: fields.Embed
     layers: fields.Layers
     heads: fields.WholeHeads

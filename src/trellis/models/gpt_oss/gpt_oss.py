@@ -43,7 +43,7 @@ class GptOssConfig:
     experts: fields.Experts
     experts_per_token: fields.ExpertsPerToken
     swiglu_limit: float = 7.0
-    """Bound on the inputs of an expert's gate. Set it as an imported model has it."""
+    """Bound on the inputs of an expert's gate. Set it to the value of an imported model."""
     rope_theta: fields.RopeTheta
     rope_scaling: fields.RopeScaling = None
     norm_eps: fields.RMSNormEps = 1e-5

@@ -21,33 +21,33 @@ class Routing:
     """How experts are picked and weighed, kept evenly loaded, and reached."""
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes a router's scores positive: softmax lets experts compete, sigmoid takes each by itself. Set it as an
-    imported model has it; sigmoid suits many experts."""
+    """What makes a router's scores positive: softmax lets experts compete, sigmoid scores each on its own. Set it to
+    the value of an imported model; sigmoid suits many experts."""
     normalize: bool = True
-    """Whether the weights of a token's experts add up to 1. Set false for one expert a token, whose weight would
+    """Whether the weights of a token's experts add up to 1. Set false for one expert per token, whose weight would
     always be 1."""
     scale: float = 1.0
-    """Factor on these weights. Set it as an imported model has it."""
+    """Factor on these weights. Set it to the value of an imported model."""
     groups: int = 1
-    """How many parts of the same size the experts are in, neighbours together. Set it to the number of devices or hosts
-    that share the experts, to limit how many of these a token is sent to."""
+    """Number of groups of the same size that the experts are in, neighbours together. Set it to the number of devices
+    or hosts that share the experts, to limit how many of them a token is sent to."""
     groups_per_token: int = 1
     """How many of these groups a token's experts come from: those whose two best experts have the largest sum. Lower it
     to send tokens to fewer devices."""
     balance: float = 0.0
-    """Weight of the load-balancing loss. Raise it, say to 0.01, if a few experts get most tokens."""
+    """Weight of the load-balancing loss. Raise it, to 0.01 for example, if a few experts get most tokens."""
     balance_over: Literal["batch", "sequence"] = "batch"
-    """What experts' shares are counted over. With microbatches, counting over the batch costs another forward pass.
-    Choose sequence if microbatches make counting over the batch expensive."""
+    """What the experts' shares of tokens are counted over. With microbatches, counting over the batch costs another
+    forward pass. Choose sequence if microbatches make counting over the batch expensive."""
     z_loss: float = 0.0
     """Weight of the squared log of the denominator of the router's softmax. Set it to 1e-3 or so if the router's
     logits grow."""
     bias_rate: float | None = None
     """How much each expert's bias, which only picks experts, moves towards an even load in a step; null for no biases.
-    Set it, say to 0.001, to even out experts without a loss."""
+    Set it, to 0.001 for example, to balance experts without a loss."""
     capacity: float | None = None
     """Room of each expert in each sequence, as a multiple of an even load; later tokens are dropped. null drops none.
-    Set it, say to 1.25, if steps must take the same time whatever the router does."""
+    Set it, to 1.25 for example, if steps must take the same time whatever the router does."""
     way: Way = "auto"
     """How tokens get to their experts: gather, ragged or slots over the mesh axes of the experts; hierarchical goes
     once over the first of these and on along the others; grouped brings the experts' weights to the tokens; dense
@@ -56,12 +56,12 @@ class Routing:
     """Room of an exchange's buffers, as a multiple of an even load. What does not fit goes in further rounds. Raise it
     if exchanges often need further rounds; lower it if buffers are too large."""
     interleave: int = 1
-    """In how many parts a device's sequences go through a layer side by side, so that rows of one part travel while
-    another is computed. Set it to 2 if a plan says that a step waits for an exchange."""
+    """Number of parts in which a device's sequences go through a layer side by side, so that rows of one part travel
+    while another is computed. Set it to 2 if a plan says that a step waits for an exchange."""
     dispatch: Dispatch | None = None
     """Numbers in which tokens, and gradients of experts' results, go to experts: mxfp8, e4m3 in blocks of 32, takes
-    about half the bytes of bfloat16. What comes back is not rounded. null leaves all in the type of the rest; bits, for
-    checking, sends numbers the same way without rounding. Set mxfp8 if a plan says that a step waits for an
+    about half the bytes of bfloat16. What comes back is not rounded. null sends everything in the type of the rest;
+    bits, for checking, sends numbers the same way without rounding. Set mxfp8 if a plan says that a step waits for an
     exchange."""
 
     def __post_init__(self):
