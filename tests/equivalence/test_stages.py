@@ -161,7 +161,9 @@ def test_layers_that_permute_are_not_left_out():
     model = whole("odd")
     with make_layout(TENSOR[0], overlap, jax.devices(), model_axes(CONFIGS["odd"])):
         placed = shard(model, "params"), shard(Batch(**batch()).named(), "compute")
-        with pytest.raises(NamesError, match="are as many on each stage of a pipeline, got 3 'layers' in 2 parts"):
+        with pytest.raises(
+            NamesError, match="must be equally many on each stage of a pipeline, got 3 'layers' in 2 parts"
+        ):
             found(named_jit, *placed, StepOptions())
 
 

@@ -74,13 +74,13 @@ def refuses(error, message, fn, *args, **kwargs):
             lambda y: all_gather("batch/d out +m -> batch/d out", y),
             "batch/d out",
             ReshardError,
-            "all_gather performs an all-gather, got a transition that is all-reduce",
+            "all_gather can only perform an all-gather, got a transition that is all-reduce",
         ),
         (
             lambda y: reduce_scatter("batch/d out +m -> batch/d out", y),
             "batch/d out",
             ReshardError,
-            "reduce_scatter performs a reduce-scatter, got a transition that is all-reduce",
+            "reduce_scatter can only perform a reduce-scatter, got a transition that is all-reduce",
         ),
         (
             lambda y: reshard("batch/d out +m -> batch/d out", y).astype(jnp.bfloat16),

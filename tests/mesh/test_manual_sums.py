@@ -106,7 +106,7 @@ def test_plain_operations_of_manual_mode_are_held_too(what):
 
 
 def test_nothing_is_summed_twice():
-    with pytest.raises(PendingSumError, match="of one that was summed over it already.*leave the second sum out"):
+    with pytest.raises(PendingSumError, match="of a value that was summed over it already.*leave the second sum out"):
         _manual(lambda y: jax.lax.psum(tr.all_reduce("b o +m -> b o", y), "m"))
     np.testing.assert_array_equal(_manual(_settled), np.full((2, 3), 16.0))
 
@@ -125,7 +125,9 @@ SAME = {
 
 @pytest.mark.parametrize("what", SAME)
 def test_a_sum_is_of_values_that_differ(what):
-    with pytest.raises(PendingSumError, match="of one that (is the same on all devices along it|was summed over it)"):
+    with pytest.raises(
+        PendingSumError, match="of a value that (is the same on all devices along it|was summed over it)"
+    ):
         _on_two_axes(SAME[what])
 
 

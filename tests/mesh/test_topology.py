@@ -101,7 +101,7 @@ def test_cuda_plugin_absent(monkeypatch):
 
 
 def test_unknown_gpu():
-    with pytest.raises(TopologyError, match=r"there is no GPU 'h10' in the table \(a100-40gb, a100.*Near it: h100"):
+    with pytest.raises(TopologyError, match=r"there is no GPU 'h10' in the table \(a100-40gb, a100.*Similar: h100"):
         gpu_devices("h10")
 
 

@@ -39,7 +39,7 @@ def test_jax_loops_know_no_names(loop):
     ],
 )
 def test_every_operation_holds_them(use):
-    with pytest.raises(NamesError, match="has one name for each dimension"):
+    with pytest.raises(NamesError, match="must have one name for each dimension"):
         jax.vmap(use)(tr.named(jnp.ones((3, 3, 3)), "b h w"))
 
 

@@ -47,7 +47,8 @@ class Llama3Scaling:
     factor: float
     """How many times longer the context is than in training. Set it to the new length over the old one."""
     low_freq_factor: float
-    """Waves longer than original_context / low_freq_factor are stretched fully. Leave it at 1, as in released models."""
+    """Waves longer than original_context / low_freq_factor are stretched fully. Leave it at 1, as in released
+    models."""
     high_freq_factor: float
     """Waves shorter than original_context / high_freq_factor are kept. Leave it at 4, as in released models."""
     original_context: int
