@@ -135,7 +135,7 @@ class _Update:
         self.own = [n for n in self.id_names if n not in self.aligned]
         if clash := [n for n in self.own if n in rest]:
             raise NamesError(
-                f"positions cannot have the name of a dimension that is updated in a slice, got '{clash[0]}' in "
+                f"positions cannot have the name of a dimension that is indexed with a slice, got '{clash[0]}' in "
                 f"{typeof(x)}, in {what}: rename it"
             )
         check_sizes([NamedArray(x.array, tuple(f"{n} updated" if n in arrays else n for n in x.names)), *ids], what)

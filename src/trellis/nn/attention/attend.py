@@ -104,12 +104,12 @@ def _own_heads(q: NamedArray, k: NamedArray, v: NamedArray, *, ordered: bool) ->
         raise NamesError(f"{rule}, got {seen}, in attention in manual mode: {fix}")
 
     if head_dim or any(axes[3] for axes in of_keys):
-        refuse("heads must be whole, since scores sum over 'head_dim'", "reshard 'head_dim' first")
+        refuse("'head_dim' must be whole, since scores sum over it", "reshard 'head_dim' first")
     if any(axes[1] for axes in of_keys):
-        refuse("keys must be whole, since queries see all of them", "reshard 'key_pos' first")
+        refuse("'key_pos' must be whole, since queries see all keys", "reshard 'key_pos' first")
     if pos and ordered:
         refuse(
-            "queries must be whole, since a device's queries begin at position 0 of the keys",
+            "'pos' must be whole, since a device's queries begin at position 0 of the keys",
             "reshard 'pos' first, or attend with causal=False",
         )
     own = []
