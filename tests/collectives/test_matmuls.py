@@ -192,7 +192,7 @@ BAD = [
     (
         (matmul_scatter, "batch/x mlp", "mlp embed", "batch/x embed/y"),
         Ring(axis="y"),
-        "'y' must slice the summed name alike in both operands, got 'batch/x mlp' and 'mlp embed', in "
+        "'y' must slice the summed name in the same way in both operands, got 'batch/x mlp' and 'mlp embed', in "
         "matmul_scatter('batch/x mlp, mlp embed -> batch/x embed/y', ring=Ring('y')): write 'batch/x in/y, in/y out "
         "-> ...', so that each device has a partial sum",
     ),

@@ -162,7 +162,7 @@ def test_layers_that_permute_are_not_left_out():
     with make_layout(TENSOR[0], overlap, jax.devices(), model_axes(CONFIGS["odd"])):
         placed = shard(model, "params"), shard(Batch(**batch()).named(), "compute")
         with pytest.raises(
-            NamesError, match="must be equally many on each stage of a pipeline, got 3 'layers' in 2 parts"
+            NamesError, match="must be split evenly over the stages of a pipeline, got 3 'layers' in 2 parts"
         ):
             found(named_jit, *placed, StepOptions())
 

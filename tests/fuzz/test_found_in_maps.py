@@ -46,7 +46,7 @@ def test_mapping_arrays_of_a_mesh_after_their_layout_has_ended():
     with tr.Layout(tr.make_mesh(model=8), params={"mlp": "model"}):
         x = tr.shard(tr.named(drawn(4, 8), "embed mlp"))
     keys = tr.random.split(jax.random.key(0), "mlp", 8)
-    with pytest.raises(MeshError, match="sliced alike, got .*: call it while their layout is in force"):
+    with pytest.raises(MeshError, match="sliced the same way, got .*: call it while their layout is in force"):
         tr.vmap(lambda key, row: row, "mlp")(keys, x)
 
 

@@ -197,8 +197,8 @@ def test_operands_sliced_differently():
 
     refuses(
         NotationError,
-        "a name must be sliced alike in all operands, got 'in' and 'in/m', in einsum('batch/d in, in/m out -> batch/d "
-        "out +m'): write "
+        "a name must be sliced the same way in all operands, got 'in' and 'in/m', in einsum('batch/d in, in/m out -> "
+        "batch/d out +m'): write "
         'reshard("batch/d in -> batch/d in/m", ...) first',
         program,
         put((8, 4), "batch/d in"),

@@ -119,7 +119,7 @@ def test_slices_that_lie_otherwise_do_not_meet(meet, other, seen):
     rows = 8 if "y" in other else 4
     with pytest.raises(TypeMismatch) as caught:
         program(meet, "a/x/y b", "a/x/y b", f"{other}".replace("a/z", "c/z"))(numbers(8, 4), numbers(rows, 4))
-    assert told(caught, by_line=True).startswith(f"slices that are combined must be cut alike, got {seen}")
+    assert told(caught, by_line=True).startswith(f"slices that are combined must be cut the same way, got {seen}")
 
 
 def test_a_lookup_of_as_many_positions_as_a_device_has_rows():
@@ -136,7 +136,7 @@ def test_a_lookup_of_as_many_positions_as_a_device_has_rows():
     aligned = lambda a, b: jnp.take_along_axis(a, b.astype(jnp.int32), 1)
     with pytest.raises(TypeMismatch) as caught:
         program(aligned, "a/x/y b", "a/x/y b", "a/y/x b")(rows, rows)
-    refused = "slices that are combined must be cut alike, got one over 'x/y' and one over 'y/x'"
+    refused = "slices that are combined must be cut the same way, got one over 'x/y' and one over 'y/x'"
     assert told(caught, by_line=True).startswith(refused)
 
 
@@ -161,7 +161,7 @@ def test_slices_meet_through_dimensions_of_one(way):
         program(meet, "a/x/y b", "a/x/y b", other.replace("x/y", "y/x"))(a, b)
     seen = " and ".join(f"one over '{axes}'" for axes in (("y/x", "x/y") if "chosen" in way else ("x/y", "y/x")))
     assert told(caught, by_line=True) == (
-        f"slices that are combined must be cut alike, got {seen}, in `program`: reshard one of them"
+        f"slices that are combined must be cut the same way, got {seen}, in `program`: reshard one of them"
     )
     with pytest.raises(TypeMismatch, match="got a slice 'a/x/y b' for f32.a/y/x b."):
         program(meet, "a/x/y b", "a/y/x b", other)(a, b)
@@ -181,8 +181,8 @@ def test_what_is_put_into_an_array_lies_as_it_does(update):
     with pytest.raises(TypeMismatch) as caught:
         program(update, "s b/x/y", "s b/x/y", "b/y/x")(whole, row)
     assert told(caught, by_line=True) == (
-        "slices that are combined must be cut alike, got one over 'x/y' and one over 'y/x', in `program`: reshard one "
-        "of them"
+        "slices that are combined must be cut the same way, got one over 'x/y' and one over 'y/x', in `program`: "
+        "reshard one of them"
     )
 
 
@@ -217,8 +217,8 @@ def test_dimensions_that_were_joined_are_no_slice():
     with pytest.raises(TypeMismatch) as caught:
         program(product, "t b/x", "o", "n/x o")(numbers(2, 4), w)
     assert told(caught, by_line=True) == (
-        "slices that are combined must be cut alike, got one over 'x' (made by joining dimensions) and one over 'x', "
-        "in `program`: reshard one of them"
+        "slices that are combined must be cut the same way, got one over 'x' (made by joining dimensions) and one "
+        "over 'x', in `program`: reshard one of them"
     )
     both = lambda a, w: moved("o +x -> o")(tr.einsum("n/x, n/x o -> o +x", a.reshape(-1), w.reshape(-1, 3)))
     found = program(both, "t b/x", "o", "t b/x o")(numbers(2, 4), w.reshape(2, 4, 3))
@@ -372,10 +372,13 @@ def test_turns_and_branches_give_slices_that_lie_alike():
     turned = lambda a: jnp.transpose(a)
     assert program(in_scan(2, lambda a: turned(turned(a))), "a/x b/y", "a/x b/y")(a).shape == (8, 8)
     with pytest.raises(
-        TypeMismatch, match="a loop must carry slices that are cut alike in every iteration, got _/x _/y and _/y _"
+        TypeMismatch,
+        match="a loop must carry slices that are cut the same way in every iteration, got _/x _/y and _/y _",
     ):
         program(in_scan(2, turned), "a/x b/y", "a/x b/y")(a)
-    with pytest.raises(TypeMismatch, match="branches must return slices that are cut alike, got _/x _/y and _/y _/x"):
+    with pytest.raises(
+        TypeMismatch, match="branches must return slices that are cut the same way, got _/x _/y and _/y _/x"
+    ):
         program(lambda a: jax.lax.cond(a.sum() > 0, turned, lambda a: a, a), "a/x b/y", "a/x b/y")(a)
 
 

@@ -286,7 +286,7 @@ X = "f32[batch=2 embed=3]"
         (lambda x: tr.dot(x, x, over="mlp"), "dot can only sum over names that its operands share, got 'mlp'"),
         (
             lambda x: tr.vmap(lambda y: y, "pos")(x),
-            "vmap needs arrays that have its dimension in one size, got no array with it for 'pos'",
+            "vmap needs one size for its dimension, got no array with it for 'pos'",
         ),
         (lambda x: x.broadcast_to({"batch": 2}), r"got none of 'embed' in 'batch'"),
         (lambda x: list(x), "cannot be iterated by position"),

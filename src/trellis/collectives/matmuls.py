@@ -188,7 +188,7 @@ class _Call:
         summed = [d for d in self.x.dims if d.name not in self.result.names]
         if not any(self.ring.axis in dim.axes and dim in self.weight.dims for dim in summed):
             self.refuse(
-                f"'{self.ring.axis}' must slice the summed name alike in both operands",
+                f"'{self.ring.axis}' must slice the summed name in the same way in both operands",
                 f"'{self.x}' and '{self.weight}'",
                 _SUM,
             )

@@ -55,14 +55,14 @@ def length_of(tree, axis: Name, what: str) -> int:
         return axis.size
     if isinstance(axis, Axis):
         raise NamesError(
-            f"{what} needs arrays that have its dimension in one size, got {axis} and {types_of(having)}: pass the "
-            "name, or an axis of its size"
+            f"{what} needs one size for its dimension, got {axis} and {types_of(having)}: pass the name, or an axis "
+            "of its size"
         )
     if len(sizes) != 1:
         seen = f"sizes {sorted(sizes)}" if sizes else "no array with it"
         raise NamesError(
-            f"{what} needs arrays that have its dimension in one size, got {seen} for '{name}': pass arrays that have "
-            f"'{name}', of one size, or an Axis('{name}', ...)"
+            f"{what} needs one size for its dimension, got {seen} for '{name}': pass arrays that have '{name}', of "
+            f"one size, or an Axis('{name}', ...)"
         )
     return sizes.pop()
 

@@ -76,7 +76,7 @@ def _joined(name: str, arrays: list[NamedArray], what: str, sizes_differ: bool):
     check_contained(arrays, names, what)
     if len({x.dtype for x in arrays}) > 1:
         raise TypeMismatch(
-            f"arrays that are joined must have one dtype, got {types_of(arrays)}, in {what}: cast with .astype"
+            f"arrays that are joined must have the same dtype, got {types_of(arrays)}, in {what}: cast with .astype"
         )
     arrays = on_one_mesh(arrays, what)
     where = assign(arrays, names)

@@ -67,7 +67,7 @@ def from_slices(operands: list[NamedArray], names: tuple[str, ...]) -> Assignmen
         for dim in x.dims:
             if found.setdefault(str(dim.name), dim.axes) != dim.axes:
                 raise NamesError(
-                    f"in manual mode a name must be sliced alike in all operands, got {dim.name} over "
+                    f"in manual mode a name must be sliced the same way in all operands, got {dim.name} over "
                     f"{'/'.join(found[str(dim.name)]) or 'nothing'} and over {'/'.join(dim.axes) or 'nothing'} in "
                     f"{types_of(operands)}: reshard one of them"
                 )

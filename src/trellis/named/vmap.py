@@ -81,7 +81,7 @@ def _in_manual(fn: Callable, name: str, length: int, tree):
     sliced = {x.slices[x.index(name)] if x.slices else () for x in having} or {()}
     if len(sliced) > 1:
         raise NamesError(
-            f"in manual mode a name must be sliced alike in all operands, got {types_of(having)}, in vmap over "
+            f"in manual mode a name must be sliced the same way in all operands, got {types_of(having)}, in vmap over "
             f"'{name}': reshard one of them"
         )
     (axes,) = sliced
@@ -114,8 +114,8 @@ def _in_our_words(error: Exception) -> str | None:
     text = str(error)
     if "Mapped away dimension" in text:
         return (
-            f"vmap needs arrays whose mapped dimension is sliced alike, got {text.split(': ')[-1]} of one mapped "
-            "array and another: call it while their layout is in force, or place one with shard(x, {...})"
+            f"vmap needs arrays whose mapped dimension is sliced the same way, got {text.split(': ')[-1]} of one "
+            "mapped array and another: call it while their layout is in force, or place one with shard(x, {...})"
         )
     if "Length of device assignment" in text:
         return (

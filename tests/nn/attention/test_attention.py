@@ -236,7 +236,7 @@ def test_refusals(arrays):
         "multiple of kv_heads"
     )
     assert refusal(AttentionError, lambda: attention(q, k, v.astype(jnp.bfloat16))) == (
-        "q, k and v must have one dtype, got float32, float32, bfloat16, in attention: cast them to one"
+        "q, k and v must have the same dtype, got float32, float32, bfloat16, in attention: cast them to one"
     )
     assert refusal(AttentionError, lambda: attention(q, k, v, window=0)) == (
         "a window must hold at least the query itself, got window=0, in attention: use 1 or more, or None"
@@ -266,8 +266,9 @@ def test_refused_placements(arrays):
             "them first: reshard('... key_pos/x ... -> ... key_pos')"
         )
         assert refusal(PlacementError, lambda: attention(put(q, "data"), put(k, "data"), put(v))) == (
-            "queries, keys and values must be sharded alike along batch, keys and values along all dimensions, got q "
-            "float32[4@data,24,4,8], k float32[4@data,24,2,8], v float32[4,24,2,8], in attention: reshard one of them"
+            "queries, keys and values must be sharded the same way along batch, keys and values along all dimensions, "
+            "got q float32[4@data,24,4,8], k float32[4@data,24,2,8], v float32[4,24,2,8], in attention: reshard one "
+            "of them"
         )
         assert refusal(PlacementError, lambda: attention(put(q, None, None, None, "data"), put(k), put(v))) == (
             "head_dim must be whole, got q float32[4,24,4,8@data], k float32[4,24,2,8], v float32[4,24,2,8], in "

@@ -311,11 +311,11 @@ def test_refusals():
         with pytest.raises(AttentionError) as error:
             dot_product_attention(put(q, None, "a"), put(k[:, :16]), put(v[:, :16]))
         assert str(error.value) == (
-            f"queries in slices of positions must be as many as keys, got pos={q.shape[1]} and key_pos=16 over a, in "
-            "attention: exchange positions for heads (the layout's context, exchange), or leave pos whole"
+            f"sliced queries and keys must have the same number of positions, got pos={q.shape[1]} and key_pos=16 "
+            "over a, in attention: exchange positions for heads (the layout's context, exchange), or leave pos whole"
         )
         with pytest.raises(
             PlacementError,
-            match="queries in slices of positions must be as many as keys, .*exchange positions for heads",
+            match="sliced queries and keys must have the same number of positions, .*exchange positions for heads",
         ):
             dot_product_attention(put(q, None, "a"), put(k[:, :16], None, "a"), put(v[:, :16], None, "a"))

@@ -334,6 +334,6 @@ def test_a_map_over_mixtures_is_refused():
             assert jax.eval_shape(loop(each, "members"), *many).names == ("members", "batch", "pos", "embed")
     assert str(error.value) == (
         "A mixture of experts on a mesh cannot be mapped, either by vmap or by a fold over layers in a pipeline.\n  "
-        "seen:  the way grouped\n  where: model.routing.way\n  fix:   use the way dense, or tr.map instead of vmap, "
+        "seen:  the way grouped\n  where: model.routing.way\n  fix:   use the dense way, or tr.map instead of vmap, "
         "or remove the layers from the layout's compute (the trainer can run mixtures in a pipeline)"
     )

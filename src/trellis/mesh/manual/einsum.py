@@ -147,7 +147,7 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
             axes, first = slices.setdefault(dim.name, (dim.axes, shape))
             if axes != dim.axes:
                 raise NotationError(
-                    f"a name must be sliced alike in all operands, got '{Dim(dim.name, axes)}' and '{dim}', in "
+                    f"a name must be sliced the same way in all operands, got '{Dim(dim.name, axes)}' and '{dim}', in "
                     f"{where}: {_align(first, shape, dim.name)}"
                 )
     owner = one_axis_one_name(lefts, where)

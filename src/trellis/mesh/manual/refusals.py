@@ -48,7 +48,7 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
     if "branches must have equal output types" in text:
         types = re.findall(r"has type (\S+)", text)
         raise TypeMismatch(
-            f"the branches of a cond must return one type, got {' and '.join(types) or 'several'}, in "
+            f"the branches of a cond must return the same type, got {' and '.join(types) or 'several'}, in "
             f"`{bindings.function}`{line}: reshard the result of one to match the other"
         ) from error
     if mixed := re.search(r"lax\.(\w+) can only accept axis_name .*input type: (\S+), axes: \(?([^)]*)\)? and", text):

@@ -173,7 +173,7 @@ class _Check:
             common = [a for a in one if a in other]
             if one and other and (not common or common != [a for a in other if a in one]):
                 raise TypeMismatch(
-                    f"slices that are combined must be cut alike, got one over {_over(one)} and one over "
+                    f"slices that are combined must be cut the same way, got one over {_over(one)} and one over "
                     f"{_over(other)}, in `{self.bindings.function}`{line_of(operation)}: reshard one of them"
                 )
         self.refuse_turned(operation, operands)
@@ -232,7 +232,7 @@ class _Check:
             if len(got) != len(operation.results):
                 return [_unknown(value) for value in operation.results]
             for one, other in zip(outs, got):
-                self.refuse_other(one, other, "branches must return slices that are cut alike", operation)
+                self.refuse_other(one, other, "branches must return slices that are cut the same way", operation)
             outs = [max(each, key=_count) for each in zip(outs, got)] if outs else got
         return outs
 
@@ -249,7 +249,7 @@ class _Check:
             got = self.body(body, dims)
             for one, other in zip(before, got):
                 self.refuse_other(
-                    one, other, "a loop must carry slices that are cut alike in every iteration", operation
+                    one, other, "a loop must carry slices that are cut the same way in every iteration", operation
                 )
             # What a turn leaves unknown is unknown in the next.
             dims[first : first + count] = [a if a == b else ((),) * len(a) for a, b in zip(before, got)]

@@ -58,7 +58,7 @@ def take_plain(text: str, table, ids):
     for dim in aligned:
         if dim not in positions.dims:
             raise NotationError(
-                f"a name that the table and the positions share must be sliced alike, got '{dim}' and "
+                f"a name that the table and the positions share must be sliced the same way, got '{dim}' and "
                 f"'{positions.dims[positions.names.index(dim.name)]}', in {where}: reshard one of them"
             )
     own = tuple(dim for dim in positions.dims if dim not in aligned)

@@ -224,8 +224,8 @@ class Pieces:
         parts = self.source.parts
         if parts.uneven and any(_permutes(piece.closed.jaxpr) for piece in (self.layer, self.layer_back)):
             raise NamesError(
-                "layers that permute (a ring along sliced positions, overlapped products) must be equally many on "
-                f"each stage of a pipeline, got {parts.layers} '{self.source.name}' in {parts.count} parts: use "
+                "layers that permute (a ring along sliced positions, overlapped products) must be split evenly over "
+                f"the stages of a pipeline, got {parts.layers} '{self.source.name}' in {parts.count} parts: use "
                 "stages and groups that divide them, or reach other slices by a gather or an exchange (the layout's "
                 "context), and no overlap"
             )

@@ -118,9 +118,9 @@ def _sliced(place: Placement, q, k, chosen: str, *, pattern: Pattern, scale, log
     pieces = 2 * place.shards(place.pos)
     if q.shape[1] != k.shape[1]:
         raise AttentionError(
-            f"queries in slices of positions must be as many as keys, got pos={q.shape[1]} and key_pos={k.shape[1]} "
-            f"over {'/'.join(place.pos)}, in attention: exchange positions for heads (the layout's context, "
-            "exchange), or leave pos whole"
+            f"sliced queries and keys must have the same number of positions, got pos={q.shape[1]} and "
+            f"key_pos={k.shape[1]} over {'/'.join(place.pos)}, in attention: exchange positions for heads (the "
+            "layout's context, exchange), or leave pos whole"
         )
     if q.shape[1] % pieces:
         raise AttentionError(
@@ -201,7 +201,7 @@ def _check(q, k, v, window, segment_ids, sinks, implementation) -> None:
         )
     if not q.dtype == k.dtype == v.dtype:
         raise AttentionError(
-            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}, {where}: cast them to one"
+            f"q, k and v must have the same dtype, got {q.dtype}, {k.dtype}, {v.dtype}, {where}: cast them to one"
         )
     if sinks is not None and sinks.shape != (q.shape[2],):
         raise AttentionError(

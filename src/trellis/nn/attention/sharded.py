@@ -135,14 +135,15 @@ def placement_of(q, k, v, segment_ids) -> Placement:
         fail("attention is not linear, so no operand can be a pending sum", "settle it first with reshard")
     key_pos, kv_heads = states[1].axes[1:3]
     if key_pos and q.shape[1] != k.shape[1]:
-        fail("queries in slices of positions must be as many as keys",
+        fail("sliced queries and keys must have the same number of positions",
              "exchange positions for heads (the layout's context, exchange), or leave pos whole")  # fmt: skip
     if key_pos != pos[: len(key_pos)]:
         fail("keys and values must be whole along key_pos, or sliced over the mesh axes of pos or its major ones",
              "gather them first: reshard('... key_pos/x ... -> ... key_pos')")  # fmt: skip
     for state in states[1:]:
         if state.axes[0] != batch or state.axes[1:3] != (key_pos, kv_heads):
-            fail("queries, keys and values must be sharded alike along batch, keys and values along all dimensions",
+            fail("queries, keys and values must be sharded the same way along batch, keys and values along all "
+                "dimensions",
                  "reshard one of them")  # fmt: skip
         if head_dim or state.axes[3]:
             fail("head_dim must be whole", "gather it first, or shard heads instead")

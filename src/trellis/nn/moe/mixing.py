@@ -300,7 +300,7 @@ def _mapped(way: str) -> ExpertsError:
         "A mixture of experts on a mesh cannot be mapped, either by vmap or by a fold over layers in a pipeline.",
         seen=f"the way {way}",
         where="model.routing.way",
-        fix="use the way dense, or tr.map instead of vmap, or remove the layers from the layout's compute (the "
+        fix="use the dense way, or tr.map instead of vmap, or remove the layers from the layout's compute (the "
         "trainer can run mixtures in a pipeline)",
     )
 
