@@ -210,7 +210,8 @@ def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
     with (
         jax.set_mesh(tr.make_mesh(jax.devices()[:6], data=3, model=2)),
         pytest.raises(
-            tr.TypeMismatch, match=r"the branches of a cond give one type, got float32\[1\].* and float32\[2\]"
+            tr.TypeMismatch,
+            match=r"the branches of a cond must return the same type, got float32\[1\].* and float32\[2\]",
         ),
     ):
         slices(drawn(6))

@@ -192,7 +192,7 @@ def test_refused_settings(how, message):
 
 def test_refused_prompts():
     model = model_of("gpt2")
-    with pytest.raises(UserError, match=r"as many tokens, one at least\.\n  seen:  lengths \[1, 2\]"):
+    with pytest.raises(UserError, match=r"the same number of tokens, at least one\.\n  seen:  lengths \[1, 2\]"):
         generate(model, [[1], [1, 2]], new_tokens=1, sampling=GREEDY, key=jax.random.key(0))
     with pytest.raises(
         UserError, match=r"learned positions\.\n  seen:  7 tokens of prompt and 58 new ones, positions=64"

@@ -212,7 +212,7 @@ def test_nonlinear_operations_on_partial_sums_name_the_forgotten_reshard(use, wh
         message = (
             rf"only linear operations take partial sums, got {what} of "
             r"f32\[batch/data=8 embed=16 \+model\]: write "
-            r'reshard\("batch/data embed \+model -> batch/data embed", ...\) before, or settle\(...\)'
+            r'reshard\("batch/data embed \+model -> batch/data embed", ...\) first, or settle\(...\)'
         )
         with pytest.raises(tr.PendingSumError, match=message):
             jax.eval_shape(lambda x, w: use(tr.dot(x, w, over="mlp", settle=False)), x, w)
@@ -309,8 +309,8 @@ def test_a_length_that_mesh_axes_do_not_divide_is_whole_for_a_while(longer, plai
     [
         ({"context": "exchange"}, r"context names .*, got context='exchange', in Layout: write context=\{'context'"),
         ({"dealt": True}, r"dealt names .*, got dealt=True, in Layout: write dealt='context'"),
-        ({"context": ("ring",)}, r"context is a map, got 'ring' in it, in Layout: write context=\{'context'"),
-        ({"params": ("embed",)}, r"params is a map, got 'embed' in it, in Layout: write params=\{'batch'"),
+        ({"context": ("ring",)}, r"context must be a map, got 'ring' in it, in Layout: write context=\{'context'"),
+        ({"params": ("embed",)}, r"params must be a map, got 'embed' in it, in Layout: write params=\{'batch'"),
         ({"overlap": 3}, r"overlap names .*, got overlap=3, in Layout: write overlap=\('mlp', 'heads'\)"),
     ],
 )

@@ -266,6 +266,6 @@ def test_refused_biases(arrays):
     with jax.set_mesh(mesh):
         put = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
         with pytest.raises(
-            LossError, match=r"as the vocabulary of the unembedding is, got bias float32\[32\] for vocab over"
+            LossError, match=r"like the vocabulary of the unembedding, got bias float32\[32\] for vocab over"
         ):
             cross_entropy(put(x, "data"), put(unembed, None, "model"), put(targets, "data"), bias=put(jnp.zeros(VOCAB)))
