@@ -90,7 +90,7 @@ REFUSED = {
         "A ragged exchange needs a backend that supports it.",
         "way='ragged' on cpu",
         "model.routing.way",
-        "use slots or auto here; tpu and cuda have it",
+        "use slots or auto here; tpu and cuda support it",
     ),
     "an exchange of whole tokens": (
         {"model": _mixture("slots"), "mesh.data": 2, "mesh.expert": 2, "layout.compute.batch": "data"},

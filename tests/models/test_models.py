@@ -185,7 +185,7 @@ GPTJ = dict(vocab=8, embed=8, layers=1, heads=2, rotary_dim=4, mlp=8)
         (
             LlamaConfig,
             GATED | {"head_dim": 3},
-            "`rope_dim` must be even, since rotary positions rotate pairs of elements.\n  seen:  head_dim=3",
+            "`head_dim` must be even, since rotary positions rotate pairs of elements.\n  seen:  head_dim=3",
         ),
         (GPT2Config, GPT2 | {"heads": 3}, "`embed` must be divisible by `heads`.\n  seen:  embed=8, heads=3"),
         (GPT2Config, GPT2 | {"dropout": 1.0}, "`dropout` must be at least 0 and below 1.\n  seen:  dropout=1.0"),

@@ -301,7 +301,7 @@ def test_refused():
             jax.eval_shape(functools.partial(loss, dict(way="ragged")), *given)
     assert str(error.value) == (
         "A ragged exchange needs a backend that supports it.\n  seen:  way='ragged' on cpu\n  where: "
-        "model.routing.way\n  fix:   use slots or auto here; tpu and cuda have it"
+        "model.routing.way\n  fix:   use slots or auto here; tpu and cuda support it"
     )
     mesh, params, compute = LAYOUTS["over model"]
     with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
