@@ -58,7 +58,7 @@ WRONG = {
     **{
         f"of complex numbers, {what}": (
             functools.partial(call, X.astype("complex64")),
-            rf"complex numbers have no order, got c64\[batch=4 embed=6\], in {what}: take",
+            rf"complex numbers have no order, got c64\[batch=4 embed=6\], in {what}: use real",
         )
         for what, call in {
             "max": tr.max,
@@ -122,7 +122,10 @@ def test_random_keys_are_no_sums():
     keys = jax.random.split(jax.random.key(0), 8)
     with jax.set_mesh(tr.make_mesh(jax.devices()[:2], x=2)):
         for state in "+~":
-            with pytest.raises(tr.ReshardError, match=rf"numbers, got key<fry> as '\{state}x', in reshard: leave out"):
+            with pytest.raises(
+                tr.ReshardError,
+                match=rf"numbers can be pending sums or copies, got key<fry> as '\{state}x', in reshard: leave out",
+            ):
                 tr.reshard(f"a -> a {state}x", keys)
 
 

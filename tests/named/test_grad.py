@@ -67,5 +67,5 @@ def test_a_rule_of_ones_own_ends_where_its_weight_rests(rule, what):
     wanted = gradient(tr.shard)
     with tr.Layout(tr.make_mesh(data=8), params={"embed": "data"}, compute={"batch": "data"}):
         np.testing.assert_allclose(np.asarray(gradient(tr.shard)), np.asarray(wanted), rtol=1e-5, atol=1e-6)
-        with pytest.raises(TypeMismatch, match=f"gives each {what} lies, got .*, or with a reshard"):
+        with pytest.raises(TypeMismatch, match=f"must return each {what}, got .*, or with a reshard"):
             gradient(lambda d: d)

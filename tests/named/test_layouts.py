@@ -198,8 +198,8 @@ def test_partial_sums_may_wait_and_be_settled_once():
     ("use", "what"),
     [
         (lambda p: tr.exp(p), "exp"),
-        (lambda p: p * p, "multiply (by something other than a number)"),
-        (lambda p: p + 1.0, "add (with something that is not the same partial sum)"),
+        (lambda p: p * p, "multiply, by something other than a number,"),
+        (lambda p: p + 1.0, "add, with something that is not the same partial sum,"),
         (lambda p: p.max("embed"), "max"),
         (lambda p: tr.softmax(p, "embed"), "softmax"),
         (lambda p: tr.dot(p, p, over="embed"), "dot"),
@@ -307,11 +307,14 @@ def test_a_length_that_mesh_axes_do_not_divide_is_whole_for_a_while(longer, plai
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"context": "exchange"}, r"context names .*, got context='exchange', in Layout: write context=\{'context'"),
-        ({"dealt": True}, r"dealt names .*, got dealt=True, in Layout: write dealt='context'"),
+        (
+            {"context": "exchange"},
+            r"context must name .*, got context='exchange', in Layout: write context=\{'context'",
+        ),
+        ({"dealt": True}, r"dealt must name .*, got dealt=True, in Layout: write dealt='context'"),
         ({"context": ("ring",)}, r"context must be a map, got 'ring' in it, in Layout: write context=\{'context'"),
         ({"params": ("embed",)}, r"params must be a map, got 'embed' in it, in Layout: write params=\{'batch'"),
-        ({"overlap": 3}, r"overlap names .*, got overlap=3, in Layout: write overlap=\('mlp', 'heads'\)"),
+        ({"overlap": 3}, r"overlap must name .*, got overlap=3, in Layout: write overlap=\('mlp', 'heads'\)"),
     ],
 )
 def test_what_a_layout_has_besides_its_maps_is_of_its_kind(given, message):

@@ -42,7 +42,7 @@ def check_carry(before, after, where: str, body: Callable) -> None:
     bare = lambda tree: jax.tree.structure(jax.tree.map(lambda x: 0, tree, is_leaf=is_named))
     if bare(before) != bare(after):
         raise TypeMismatch(
-            f"a loop's body must return a carry of the structure it takes, got {bare(after)} for {bare(before)}, in "
+            f"a loop's body must return a carry like the one it takes, got {bare(after)} for {bare(before)}, in "
             f"{where}: return the same structure"
         )
     moved = []

@@ -323,7 +323,7 @@ def _sum_of_pending(x, y, what: str):
     alike = isinstance(x, NamedArray) == isinstance(y, NamedArray) and _pending(x) == _pending(y)
     if not alike or (isinstance(x, NamedArray) and x.names != y.names):
         for a in (x, y):
-            _refuse(a, f"{what} (with something that is not the same partial sum)")
+            _refuse(a, f"{what}, with something that is not the same partial sum,")
     total = jnp.add(_array(x), _array(y))
     return NamedArray(total, x.names, x.slices) if isinstance(x, NamedArray) else total
 
@@ -331,7 +331,7 @@ def _sum_of_pending(x, y, what: str):
 def _scaled(x, factor):
     """Partial sums times a factor, which is held as copies, as JAX's types require."""
     if getattr(factor, "ndim", 0) or _pending(factor):
-        _refuse(x, "multiply (by something other than a number)")
+        _refuse(x, "multiply, by something other than a number,")
     array, factor = _array(x), _array(factor)
     state = state_of(array)
     factor = jnp.asarray(factor, array.dtype if not hasattr(factor, "dtype") else None)

@@ -316,8 +316,8 @@ def slices_dealt(name: str, size: int, what: str) -> int:
     slices = current_layout().slices_dealt
     if name == KEY_POSITIONS:
         raise NamesError(
-            f"dealt-out positions of keys must be made from those of queries, got '{name}={size}', in {what}: make it "
-            f"with '{POSITIONS}' and write .rename({POSITIONS}='{KEY_POSITIONS}')"
+            f"positions of keys that are dealt out must be made from those of queries, got '{name}={size}', in "
+            f"{what}: make it with '{POSITIONS}' and write .rename({POSITIONS}='{KEY_POSITIONS}')"
         )
     if size % (2 * slices):
         raise NamesError(

@@ -295,7 +295,9 @@ def test_refusals():
                 *(named(jax.device_put(x, NamedSharding(mesh, P())), n) for x, n in ((q, QUERY), (k, KEY), (v, KEY)))
             )
     assert "got 'pos/a/b' with a: exchange, b: ring, in attend: write them in this order" in str(error.value)
-    with pytest.raises(MeshError, match="to one of gather, ring, exchange, got context 'a: rings' where the mesh has a, b"):
+    with pytest.raises(
+        MeshError, match="one of gather, ring, exchange, got context 'a: rings' where the mesh has a, b"
+    ):
         Layout(mesh, {}, {"pos": "a"}, context={"a": "rings"})
     with jax.set_mesh(mesh):
         q, k, v = (jax.device_put(x[:, :36], NamedSharding(mesh, P(None, "a"))) for x in (q, k, v))
