@@ -115,7 +115,7 @@ def test_what_it_says(layout):
         with pytest.raises(NamesError) as error:
             tr.arange(tr.Axis("key_pos", 16))
         assert str(error.value) == (
-            "dealt-out positions of keys must be made from those of queries, got 'key_pos=16', in arange: make it "
+            "positions of keys that are dealt out must be made from those of queries, got 'key_pos=16', in arange: make it "
             "with 'pos' and write .rename(pos='key_pos')"
         )
         with pytest.raises(NamesError) as error:

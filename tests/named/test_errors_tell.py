@@ -29,7 +29,7 @@ def _x():
         (lambda: tr.vmap(lambda x: x, "k")(_x()), "no array with it"),
         (lambda: tr.random.split(KEY, "k"), "pass a name and a count"),
         (lambda: tr.Layout(tr.make_mesh(data=8), compute={"b": "nosuch"}), "nosuch"),
-        (lambda: tr.Layout(tr.make_mesh(data=8), compute={"b": "data/data"}), "once"),
+        (lambda: tr.Layout(tr.make_mesh(data=8), compute={"b": "data/data"}), "over a mesh axis twice"),
         (lambda: tr.checkpoint(lambda x: x, "hidden"), "a policy must be a Keep"),
         (lambda: iter(_x()), "cannot be iterated by position"),
         (lambda: _x()[0], "must be indexed by name"),
