@@ -115,8 +115,8 @@ def test_what_it_says(layout):
         with pytest.raises(NamesError) as error:
             tr.arange(tr.Axis("key_pos", 16))
         assert str(error.value) == (
-            "positions of keys that are dealt out must be made from those of queries, got 'key_pos=16', in arange: make it "
-            "with 'pos' and write .rename(pos='key_pos')"
+            "positions of keys that are dealt out must be made from those of queries, got 'key_pos=16', in arange: "
+            "make it with 'pos' and write .rename(pos='key_pos')"
         )
         with pytest.raises(NamesError) as error:
             tr.arange(tr.Axis("pos", 12))

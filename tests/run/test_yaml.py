@@ -42,6 +42,6 @@ def test_lists_within_lists_are_refused(levels):
 
 
 def test_what_stands_twice_is_refused_with_its_line():
-    with pytest.raises(yaml.YAMLError, match="`steps` stands twice") as error:
+    with pytest.raises(yaml.YAMLError, match="`steps` is written twice") as error:
         load_yaml("mesh: {data: 2}\nsteps: 3\nsteps: 5\n")
     assert "line 3, column 1" in str(error.value)
