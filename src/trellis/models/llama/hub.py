@@ -105,7 +105,7 @@ def _scaling(rope: Mapping) -> Scaling | None:
     if kind == "yarn":
         return _yarn(rope)
     raise UserError(
-        "The type of rotary scaling must be a known one.",
+        "Rotary scaling must be of a known type.",
         seen=f"rope_type: {kind}",
         where="config.json",
         fix="use a model with the type default, linear, llama3 or yarn",
