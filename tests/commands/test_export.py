@@ -140,7 +140,7 @@ def test_refusals(run_folder, tmp_path, capsys):
     for name, value in (("top-k", "3"), ("top-p", "0.5"), ("samples", "2")):
         there = refused(capsys, "generate", str(run_folder), "--temperature", "0", f"--{name}", value)
         assert f"seen:  {name}={value}, temperature=0: it has no effect" in there
-    assert "A temperature is 0 or more." in refused(capsys, "generate", str(run_folder), "--temperature", "-1")
+    assert "`temperature` must be 0 or more." in refused(capsys, "generate", str(run_folder), "--temperature", "-1")
     there = refused(capsys, "evaluate", str(run_folder), "--devices", "3")
     assert "batch_size=8 over data=3\n  where: --devices\n  fix:   use --devices 1, or as many as divide it" in there
     assert "fix:   use --devices 1, or a number that divides it" in refused(

@@ -87,14 +87,14 @@ REFUSED = {
     ),
     "a ragged exchange": (
         {"model": _mixture("ragged"), "mesh.data": 2, "mesh.expert": 2},
-        "A ragged exchange needs a backend that has one.",
+        "A ragged exchange needs a backend that supports it.",
         "way='ragged' on cpu",
         "model.routing.way",
-        "use slots or auto here; tpu and cuda have it",
+        "use slots or auto here; tpu and cuda support it",
     ),
     "an exchange of whole tokens": (
         {"model": _mixture("slots"), "mesh.data": 2, "mesh.expert": 2, "layout.compute.batch": "data"},
-        "Tokens are exchanged along mesh axes that slice both experts and tokens.",
+        "Tokens can be exchanged only along mesh axes that slice both experts and tokens.",
         "slots: experts/expert, tokens/data",
         "model.routing.way",
         "use gather or auto, or slice the batch over these axes too",

@@ -218,7 +218,7 @@ def change(folder, **fields):
         (dict(hidden_size=...), "The configuration of a llama is complete.\n  seen:  no hidden_size"),
         (
             dict(rope_parameters={"rope_type": "longrope"}),
-            "Rotary frequencies are scaled in a way that is known.\n  seen:  rope_type: longrope",
+            "Rotary scaling must be of a known type.\n  seen:  rope_type: longrope",
         ),
     ],
 )

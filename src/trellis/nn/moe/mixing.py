@@ -300,11 +300,11 @@ def _mixed(
 def _mapped(way: str) -> ExpertsError:
     """Why JAX does not map what each device does with its tokens."""
     return ExpertsError(
-        "A mixture is mapped over nothing on a mesh, neither by vmap nor by a fold over layers that are a pipeline.",
+        "A mixture of experts on a mesh cannot be mapped, either by vmap or by a fold over layers in a pipeline.",
         seen=f"the way {way}",
         where="model.routing.way",
-        fix="use the way dense, or tr.map in place of vmap, or take the layers out of the layout's compute; the "
-        "trainer makes pipelines of mixtures",
+        fix="use the dense way, or tr.map instead of vmap, or remove the layers from the layout's compute (the "
+        "trainer can run mixtures in a pipeline)",
     )
 
 
@@ -390,25 +390,25 @@ def check_way(way: Way, places: Places, platform: str) -> None:
     """
     if places.experts and way in EXCHANGES and places.shared != places.experts:
         raise ExpertsError(
-            "Tokens are exchanged along mesh axes that slice both experts and tokens.",
+            "Tokens can be exchanged only along mesh axes that slice both experts and tokens.",
             seen=f"{way}: experts/{'/'.join(places.experts)}, tokens/{'/'.join(places.batch + places.pos) or 'none'}",
             where="model.routing.way",
             fix="use gather or auto, or slice the batch over these axes too",
         )
     if way == "hierarchical" and len(places.experts) == 1:
         raise ExpertsError(
-            "A hierarchical exchange needs experts over two mesh axes or more, the slowest first.",
+            "A hierarchical exchange needs experts sliced over two mesh axes or more, the slowest first.",
             seen=f"hierarchical: experts/{places.experts[0]}",
             where="model.routing.way",
-            fix="use ragged or auto, or set mesh.expert_y to the hosts that experts are sliced over and mesh.expert to "
-            "the devices of one",
+            fix="use ragged or auto, or set mesh.expert_y to the number of hosts that experts are sliced over and "
+            "mesh.expert to the number of devices on each",
         )
     if places.experts and way == "ragged" and platform not in RAGGED:
         raise ExpertsError(
-            "A ragged exchange needs a backend that has one.",
+            "A ragged exchange needs a backend that supports it.",
             seen=f"way='ragged' on {platform}",
             where="model.routing.way",
-            fix=f"use slots or auto here; {' and '.join(RAGGED)} have it",
+            fix=f"use slots or auto here; {' and '.join(RAGGED)} support it",
         )
 
 
