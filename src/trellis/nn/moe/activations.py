@@ -20,8 +20,8 @@ from trellis.nn.moe import mosaic
 from trellis.nn.moe.tiles import LANES, shaped, side_of, visits_of
 from trellis.program.said import row_work
 
-# Rows of a tile, which is as wide as the rows if they have room: all operands and results of the backward pass, twice,
-# since one tile is computed while the next is on its way.
+# Rows of a tile, for which there must be room: for all operands and results of the backward pass, twice, since one tile
+# is computed while the next is on its way.
 TILES, ARRAYS, VECTOR_MEMORY = (512, 256, LANES), 6, 24 * 2**20
 # Rows that are computed at once: what a register of two-byte numbers holds of a column.
 STRIP = 16
@@ -290,7 +290,7 @@ def _specs(tile: int, across: int, arrays: int, biases: Sequence[jax.Array]) -> 
 def _costs(rows: jax.Array, arrays: int, operations: int) -> dict[str, Any]:
     return {
         "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=2 * VECTOR_MEMORY
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=2 * VECTOR_MEMORY
         ),
         "cost_estimate": pl.CostEstimate(
             flops=operations * rows.size, bytes_accessed=arrays * rows.nbytes, transcendentals=rows.size
@@ -304,10 +304,12 @@ def _named(gate: ClampedSwiGLU | None) -> str:
 
 
 def _tile(columns: int, itemsize: int) -> tuple[int, int]:
-    """Rows and columns of a tile: all columns if there is room, or as many as divide them, or as there is room for."""
+    """Rows and columns of a tile. Each core of a chip of two gets half of the columns, if they are not few; and fewer
+    if there is no room for so many."""
+    half = -(-columns // (2 * LANES)) * LANES if columns > 2 * LANES else columns
     for tile in TILES:
         most = VECTOR_MEMORY // (2 * ARRAYS * tile * itemsize) // LANES * LANES
-        if columns <= most:
-            return tile, columns
+        if half <= most:
+            return tile, half
     across = side_of(columns, most)
     return TILES[-1], across if columns % across == 0 else most
