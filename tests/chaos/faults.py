@@ -179,7 +179,7 @@ def read_only(case: Case) -> str:
     words = ["train", str(case.run_file), "--run-dir", str(case.run), "--devices", "2"]
     command = [*wrapper, "sh", "-c", script, "sh", sys.executable, "-m", "trellis_start", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    parts = ("trellis: A run's folder can be made and written.", "Read-only file system", "Traceback")
+    parts = ("trellis: The run's folder must be writable.", "Read-only file system", "Traceback")
     if done.returncode != WRONG or [part in done.stderr for part in parts] != [True, True, False]:
         raise Wrong(f"exit code {done.returncode}: {done.stderr[-2000:]}")
     return "refused in one message"

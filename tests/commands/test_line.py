@@ -126,7 +126,7 @@ def test_overview_loads_nothing_heavy():
         (
             ["train", "tiny", "--optimizer.lerning_rate", "1"],
             [
-                "`optimizer` has known fields only.",
+                "`optimizer` has no field of this name.",
                 "`lerning_rate`",
                 "--optimizer.lerning_rate",
                 "did you mean `--optimizer.learning_rate`?",
@@ -138,11 +138,11 @@ def test_overview_loads_nothing_heavy():
         ),
         (
             ["train", "tiny", "--lr", "1e-3"],
-            ["`Run` has known fields only.", "`lr`", "--lr", "here it is called --optimizer.learning_rate"],
+            ["`Run` has no field of this name.", "`lr`", "--lr", "here it is called --optimizer.learning_rate"],
         ),
         (
             ["train", "tiny", "--steps", "many"],
-            ["`steps` is of type int.", "'many' (str)", "--steps", "write a whole number, as in 8"],
+            ["`steps` must be of type int.", "'many' (str)", "--steps", "write a whole number, as in 8"],
         ),
         (
             ["memory", "tiny", "--hardware", "chips.yaml"],
@@ -155,7 +155,7 @@ def test_overview_loads_nothing_heavy():
         ),
         (
             ["train", "tiny", "--mesh.model", "-2"],
-            ["A mesh axis has a size, or -1.", "model=-2", "--mesh.model", "use 1 or more"],
+            ["The size of a mesh axis must be 1 or more, or -1.", "model=-2", "--mesh.model", "use 1 or more"],
         ),
     ],
 )

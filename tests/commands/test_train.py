@@ -62,7 +62,7 @@ def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
 
     code, _, err = trellis(capsys, "train", run_file, "--run-dir", folder, "--optimizer.learning_rate", "0.5")
     assert code == 2
-    assert "A run folder holds one run, and the command that started it resumes it." in err
+    assert "A run folder holds one run, and can only be used to resume it." in err
     assert "learning_rate" in err and f"where: {folder / 'run.yaml'}" in err
     assert f"resume what is there: trellis train {folder}" in err
 
@@ -80,7 +80,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--batch_size", 7, "--devices", 8),
             [
-                "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
+                "The batch must split evenly over the mesh axes of `batch` and into microbatches.",
                 "batch_size=7 over data=8",
                 "batch_size",
                 "use --batch_size 8",
@@ -89,7 +89,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--batch_size", 18, "--microbatches", 3, "--devices", 8, "--mesh.model", 2),
             [
-                "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
+                "The batch must split evenly over the mesh axes of `batch` and into microbatches.",
                 "batch_size=18 over data=4 x microbatches=3 = 12",
                 "batch_size",
                 "use --batch_size 12 or 24",
@@ -98,7 +98,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--data.sequence_length", 31, "--mesh.context", 2, "--devices", 8),
             [
-                "A sequence is split evenly over the mesh axes of `pos`.",
+                "A sequence must split evenly over the mesh axes of `pos`.",
                 "data.sequence_length=31 over context=2",
                 "data.sequence_length",
                 "use --data.sequence_length 30 or 32",
@@ -107,7 +107,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--layout.compute.nosuch", "data", "--devices", 8),
             [
-                "A layout names axes of the model.",
+                "A layout entry must name an axis of the model.",
                 "`nosuch`",
                 "layout.compute.nosuch",
                 "use one of: batch, embed, head_dim, heads, key_pos, kv_heads, layers, mlp, pos, vocab",
@@ -115,21 +115,21 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         ),
         (
             ("--layout.params.embd", "data", "--devices", 8),
-            ["A layout names axes of the model.", "`embd`", "layout.params.embd", "did you mean `embed`?"],
+            ["A layout entry must name an axis of the model.", "`embd`", "layout.params.embd", "did you mean `embed`?"],
         ),
         (
             ("--run-dir", "/dev/null/x"),
             [
-                "A run's folder can be made and written.",
+                "The run's folder must be writable.",
                 "Not a directory",
                 "/dev/null/x",
-                "give another --run-dir, in a folder that is yours",
+                "use another --run-dir, in a folder that you can write to",
             ],
         ),
         (
             ("--batch_size", 4, "--devices", 4, "--model.embed", 30, "--mesh.data", 4),
             [
-                "Mesh axes divide what they slice.",
+                "Mesh axes must divide the axis that they slice.",
                 "model.embed=30 over data=4",
                 "model.embed",
                 "use --model.embed 28 or 32",

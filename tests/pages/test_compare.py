@@ -94,7 +94,7 @@ def test_a_value_between_two_points_of_the_grid_is_shown(tmp_path):
 def test_a_file_that_is_no_yaml_is_refused(two):
     for text_of, seen in (("steps: [", "while parsing a flow node"), ("many", "many")):
         (two[1] / "run.yaml").write_text(text_of)
-        with pytest.raises(UserError, match=f"A run's file is YAML, of fields.\n  seen:  {seen}") as error:
+        with pytest.raises(UserError, match=f"A run's file must be valid YAML, of fields.\n  seen:  {seen}") as error:
             differences([read_folder(folder) for folder in two])
         assert error.value.where == "fast/run.yaml"
 

@@ -88,12 +88,12 @@ def test_a_search_looks_at_meshes_that_divide_alone():
     run, _ = adapt(small(batch_size="48"), target("6xH100"), set())
     found = search(run, target("6xH100"), most=4)
     refused = [c.refused for c in found.candidates if c.refused]
-    assert refused == ["Mesh axes divide what they slice."], "the run's own"
+    assert refused == ["Mesh axes must divide the axis that they slice."], "the run's own"
     assert found.winner.run.mesh.replica == 3 and found.winner.fits
 
 
 def test_a_search_says_why_no_mesh_divides():
-    with pytest.raises(UserError, match="Mesh axes divide what they slice"):
+    with pytest.raises(UserError, match="Mesh axes must divide the axis that they slice"):
         search(small(model__mlp="511", layout__params__mlp="data", layout__params__embed=""), target("8xH100"), most=4)
 
 

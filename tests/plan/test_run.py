@@ -161,7 +161,7 @@ def test_text_and_json_agree():
 def test_a_batch_that_does_not_divide():
     with pytest.raises(UserError) as error:
         quick_plan(small(batch_size="30"), target("v5e:2x4"))
-    assert "A batch is split evenly over the mesh axes of `batch` and into microbatches." in str(error.value)
+    assert "The batch must split evenly over the mesh axes of `batch` and into microbatches." in str(error.value)
     assert "batch_size=30 over data=8\n" in str(error.value)
     assert "use --batch_size 24 or 32" in str(error.value)
 

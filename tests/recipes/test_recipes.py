@@ -95,7 +95,7 @@ def test_every_recipe_is_a_whole_run():
         (
             "key.yaml",
             "base: tiny\nstep: 3",
-            ["`Run` has known fields only.", "`step`", "`step` in {path}", "did you mean `steps`?"],
+            ["`Run` has no field of this name.", "`step`", "`step` in {path}", "did you mean `steps`?"],
         ),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_folder_of_texts_is_tokenized_first(tmp_path):
 def test_a_file_that_is_no_yaml(tmp_path):
     path = tmp_path / "broken.yaml"
     path.write_text("a: [1,\nb: 2")
-    with pytest.raises(UserError, match=r"(?s)A run's file is YAML.*line 2.*fix:   correct that line"):
+    with pytest.raises(UserError, match=r"(?s)A run's file must be valid YAML.*line 2.*fix:   correct that line"):
         load_run(str(path))
 
 
