@@ -70,8 +70,8 @@ def second_run(case: Case) -> str:
     first = case.start(*case.part())
     case.moment(first)
     second = case.start(*case.part()).end()
-    ends = case.expect(first.end(), (DONE, WRONG), "One process at a time"), second
-    case.expect(second, (DONE, WRONG), "One process at a time")
+    ends = case.expect(first.end(), (DONE, WRONG), "Only one process at a time"), second
+    case.expect(second, (DONE, WRONG), "Only one process at a time")
     if all(end.code for end in ends):
         raise Wrong("both were refused")
     return "one was refused" if any(end.code for end in ends) else "the first had ended"

@@ -102,10 +102,10 @@ def change(**fields):
         (
             lambda: EmbeddedSource(vocab=256),
             [
-                "A byte-level vocabulary holds 256 bytes, the end of a document, and 1,000,000 tokens at most.",
+                "A byte-level vocabulary must have 257 (256 bytes and the end of a document) to 1,000,000 tokens.",
                 "256",
                 "vocab",
-                "ask for 257 or more, as in 32768",
+                "use a size in that range, as in 32768",
             ],
         ),
         (

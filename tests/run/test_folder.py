@@ -36,7 +36,10 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     other = dataclasses.replace(tiny(), seed=3, optimizer=AdamW(learning_rate=0.5))
     with pytest.raises(UserError, match="A run folder holds one run") as error:
         claim(tmp_path, other)
-    assert error.value.seen == "optimizer.learning_rate: 0.01 in the folder, 0.5 asked for; seed: 0 in the folder, 3 asked for"
+    assert (
+        error.value.seen
+        == "optimizer.learning_rate: 0.01 in the folder, 0.5 asked for; seed: 0 in the folder, 3 asked for"
+    )
     assert error.value.where == str(tmp_path / "run.yaml")
     assert error.value.fix == (f"use another --run-dir, or resume what is there: trellis train {tmp_path}")
     assert open_run(tmp_path) == tiny()
@@ -161,7 +164,7 @@ def test_a_part_of_a_mixture_is_read_one_and_a_half_times(stores):
 
 
 def test_a_store_with_more_tokens_than_the_model_is_refused(stores):
-    with pytest.raises(UserError, match="A model has a row of its embedding for every token id"):
+    with pytest.raises(UserError, match="The model's vocabulary must include every token id of the store"):
         open_corpus(run_on(StoreSource(path=str(stores / "a")), vocab=200))
 
 
@@ -178,7 +181,7 @@ def test_stores_of_another_tokenizer_are_refused(stores, tmp_path):
         run_on(StoreSource(path=mine, validation=theirs), vocab=300),
         run_on(StoreSource(path=mine), vocab=300, tokenizer=named),
     ):
-        with pytest.raises(UserError, match="A run's data and its model use one tokenizer") as error:
+        with pytest.raises(UserError, match="A run's data and its model must use the same tokenizer") as error:
             open_corpus(run)
         assert error.value.fix == "tokenize the corpus with the model's tokenizer"
     found = open_corpus(run_on(StoreSource(path=theirs), vocab=300, tokenizer=named)).tokenizer

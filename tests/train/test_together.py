@@ -127,7 +127,7 @@ def test_a_run_goes_on_with_the_text_that_it_began_with(tmp_path):
         (text[:-3] + "x" + text[-2:], "other tokens: 28,891 tokens before, 28,891 tokens now"),
         ("L" + text[1:], "other tokens: 28,891 tokens before, 28,891 tokens now"),
     ):
-        with pytest.raises(UserError, match="A run goes on with the text that it began with") as error:
+        with pytest.raises(UserError, match="A resumed run must read the same tokens as before") as error:
             check_identities(before, {"": identity(store_of(other, tmp_path))}, {"": "store"})
         assert (error.value.seen, error.value.where) == (seen, "store")
 
