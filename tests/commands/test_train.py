@@ -56,7 +56,7 @@ def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
     assert found["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
     code, out, _ = trellis(capsys, "evaluate", folder)
     assert code == 0
-    assert re.match(r"step 6, all (\d+) batches of validation text; the run's own figures are of 2 of \1\n", out), out
+    assert re.match(r"step 6, all (\d+) batches of validation text; the run's own figures are for 2 of \1\n", out), out
     # Every byte is a token here, but the ends of documents are tokens and no text.
     assert found["bits_per_byte"] == pytest.approx(found["validation_loss"] / 0.6931, rel=0.01)
 
@@ -70,8 +70,8 @@ def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
 def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
     code, _, err = trellis(capsys, "train", run_file, "--run-dir", "gs://bucket/run")
     assert code == 2
-    assert "A run's folder lies in a file system." in err and "seen:  gs://bucket/run" in err
-    assert "where: --run-dir" in err and "fix:   mount the bucket (gcsfuse, s3fs) and give the folder" in err
+    assert "A run's folder must be in a file system." in err and "seen:  gs://bucket/run" in err
+    assert "where: --run-dir" in err and "fix:   mount the bucket (gcsfuse, s3fs) and use its folder" in err
 
 
 @pytest.mark.parametrize(
@@ -213,16 +213,16 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--until", -1),
             [
-                "A run pauses after some steps, or none.",
+                "`--until` must be 0 or more.",
                 "-1",
                 "--until",
-                "use --until 0 for the first checkpoint alone",
+                "use --until 0 for the first checkpoint only",
             ],
         ),
         (
             ("--steps", 4, "--until", 5),
             [
-                "A run pauses before its end.",
+                "A run cannot pause after its end.",
                 "--until 5, steps 4",
                 "--until",
                 "leave it out, or use --steps 5 for more steps",
@@ -287,7 +287,7 @@ def test_a_run_that_a_signal_stopped_says_how_it_goes_on(run_file, tmp_path, cap
     monkeypatch.setattr(train, "train_run", lambda *_, **__: 143)
     options = ("--layout.preset", "single", "--microbatches", 1, "--cpu.measure", "false")
     code, out, _ = trellis(capsys, "train", run_file, "--run-dir", tmp_path / "run", *options)
-    assert code == 143 and re.search(rf"stopped  after step 0; `.*trellis train {tmp_path / 'run'}` goes on", out), out
+    assert code == 143 and re.search(rf"stopped  after step 0; `.*trellis train {tmp_path / 'run'}` resumes it", out), out
 
 
 @pytest.mark.slow
@@ -295,12 +295,12 @@ def test_a_run_that_has_no_validation_text_or_no_tokenizer_says_so(run_file, tmp
     """The first step is not made: it is before anything is compiled that this is of use."""
     base = ("train", run_file, "--layout.preset", "single", "--until", 0, "--run-dir")
     code, out, err = trellis(capsys, *base, tmp_path / "with")
-    assert code == 0 and "is not measured" not in out and "samples" not in out, err
+    assert code == 0 and "no validation loss" not in out and "samples" not in out, err
     monkeypatch.setattr("trellis.train.corpus._tokenizer_of", lambda store: None)  # as of other projects' formats
     code, out, err = trellis(capsys, *base, tmp_path / "without", "--data.source.validation", "null")
     assert code == 0, err
-    assert "text     all is trained on: whether the model learns more than its text is not measured" in out
-    assert "samples  none: the text's store has no tokenizer; --data.tokenizer tokenizer.json names one" in out
+    assert "text     all of it is trained on, so there is no validation loss" in out
+    assert "samples  none: the token store has no tokenizer; set one with --data.tokenizer tokenizer.json" in out
     code, _, err = trellis(capsys, "evaluate", tmp_path / "without")
     assert code == 2 and "An evaluation needs validation text." in err
 
@@ -321,7 +321,8 @@ def test_another_number_of_steps_tells_the_learning_rate_that_it_makes(tmp_path)
     longer = dataclasses.replace(run, steps=40)
     assert train._changed(tmp_path, longer, 10) == []  # it has not begun
     (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
-    words = "steps    20 -> 40: the learning rate goes by these, in step 11 0.00725, where it would have been 0.0045"
+    rates = "with a learning rate in step 11 of 0.00725 instead of 0.0045"
+    words = f"steps    20 -> 40: the schedule follows the new number, {rates}"
     assert train._changed(tmp_path, longer, 10) == [words]
     assert train._changed(tmp_path, run, 10) == train._changed(tmp_path, longer, 0) == []
 

@@ -142,6 +142,6 @@ def test_what_cannot_be_served_is_refused(tmp_path, capsys):
     code, _, err = trellis(capsys, "watch", tmp_path / "absent")
     assert code == 2 and "A run that is watched has a folder." in err
     code, _, err = trellis(capsys, "watch", tmp_path, "--port", 70000)
-    assert code == 2 and "`--port` is from 0 to 65535." in err
+    assert code == 2 and "`--port` must be from 0 to 65535." in err
     code, _, err = trellis(capsys, "watch", tmp_path, "--host", "256.0.0.1", "--port", 0)
     assert code == 2 and "An address is free and this machine's." in err and "where: 256.0.0.1:0" in err

@@ -117,7 +117,7 @@ def test_what_narrow_products_bring(tmp_path, capsys):
     "words, seen, where, fix",
     [
         ("--price nan", "nan", "--price", "use --price 1.20"),
-        ("--load inf", "inf", "--load", "use 1 for an even load, 1.5 for half as many more"),
+        ("--load inf", "inf", "--load", "use 1 for an even load, 1.5 for half as many rows more"),
         ("--load 2", "2, no experts", "--load", "leave it out"),
         ("--load 2 --search", "2, no experts", "--load", "leave it out"),
         ("--compile --against x --bound nan", "nan", "--bound", "use --bound 2"),
