@@ -197,6 +197,6 @@ def test_a_run_whose_chats_have_no_answer_is_refused_and_tokenizers_are_compared
     run = ["train", "tiny", "--devices", "1", "--run-dir", str(tmp_path / "run"), "--model.vocab", "257",
            "--data.source.kind", "store", "--data.source.path"]  # fmt: skip
     assert main([*run, str(tmp_path / "chat"), "--evaluation.every", "null"]) == 2
-    assert "A run learns from tokens that count in its loss.\n  seen:  42 tokens, none of" in capsys.readouterr().err
+    assert "A store must have tokens that count in the loss.\n  seen:  42 tokens, none of" in capsys.readouterr().err
     assert main([*run, str(tmp_path / "text"), "--data.source.validation", str(tmp_path / "bpe")]) == 2
     assert "A run's data and its model must use the same tokenizer." in capsys.readouterr().err

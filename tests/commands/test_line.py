@@ -219,7 +219,8 @@ def test_exit_codes(monkeypatch, capsys):
     monkeypatch.setattr(line, "_run", run_out)
     code, _, said = run(capsys, "generate")
     assert (
-        code == 2 and "seen:  no memory left on this machine\n  where: trellis generate\n  fix:   use a smaller batch" in said
+        code == 2
+        and "seen:  no memory left on this machine\n  where: trellis generate\n  fix:   use a smaller batch" in said
     )
 
 
@@ -259,4 +260,6 @@ def test_no_room_for_what_is_printed():
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-u", "-c", MAIN, "recipes"]
         found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert found.returncode == 2 and "No space left on device" in found.stderr and "where: standard output" in found.stderr
+    assert (
+        found.returncode == 2 and "No space left on device" in found.stderr and "where: standard output" in found.stderr
+    )

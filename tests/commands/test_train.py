@@ -138,7 +138,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.exceptions.noorm", "float32"),
             [
-                "A part of a parameter's name is part of the name of at least one, or names one of its axes.",
+                "A part of names must match the name of at least one parameter, or one of its axes.",
                 "`noorm`",
                 "precision.exceptions",
                 "did you mean `norm` or `mlp_norm`?",
@@ -147,8 +147,8 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.products.mlp", "int8", "--precision.products.vocab", "int8"),
             [
-                "Narrow products are those of layers' weights, experts' in fp8 or int8, and the unembedding's in fp8 "
-                "or mxfp8, which reach down to small chances.",
+                "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding (in "
+                "fp8 or mxfp8, which can represent small probabilities).",
                 "int8 for `embedding`",
                 "precision.products",
                 "use fp8 or mxfp8 for it",
@@ -157,8 +157,8 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.products.mlp", "fp8", "--precision.products.up", "int8"),
             [
-                "Of several parts of a parameter's name the first that is listed counts.",
-                "`up: int8`, after `mlp: fp8`, which has its parameters",
+                "Of several parts that match a parameter's name, only the first one listed applies.",
+                "`up: int8`, after `mlp: fp8`, which matches its parameters",
                 "precision.products",
                 "list `up` before `mlp`, or leave it out",
             ],
@@ -166,9 +166,9 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.products.norm", "int8"),
             [
-                "Narrow products are those of layers' weights, experts' in fp8 or int8, and the unembedding's in fp8 "
-                "or mxfp8, which reach down to small chances.",
-                "`norm`, of which no part is a weight that multiplies",
+                "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding (in "
+                "fp8 or mxfp8, which can represent small probabilities).",
+                "`norm`, which matches no weight that multiplies",
                 "precision.products",
                 "name parts of `block.attention.q`, `block.attention.k`, `block.attention.v`, `block.attention.out`, "
                 "`block.mlp.gate`, `block.mlp.up`, `block.mlp.down`, or `vocab`",
@@ -177,7 +177,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--weight_decay_exclude", "norm,bias,vocabulary"),
             [
-                "A part of a parameter's name is part of the name of at least one, or names one of its axes.",
+                "A part of names must match the name of at least one parameter, or one of its axes.",
                 "`vocabulary`",
                 "weight_decay_exclude",
                 "did you mean `vocab`?",
@@ -186,7 +186,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--remat.policy", "saved", "--remat.names", "mlp_hidden"),
             [
-                "What is kept by name is marked so by the model.",
+                "`remat.names` can list only names that the model marks.",
                 "`mlp_hidden`",
                 "remat.names",
                 "use one of: attention, key, mlp_gate, mlp_up, query, value",
@@ -195,7 +195,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--model.mlp", 2147483647, "--layout.preset", "single"),
             [
-                "A run's state and its step fit into the memory that there is.",
+                "A run's state and its step must fit in memory.",
                 "4.50 TiB at least on 1 x cpu, which have 16.0 GiB together",
                 "the run",
                 "use a smaller model or batch, or more devices; `trellis memory` shows what each device holds",
@@ -204,7 +204,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--compiler_options.nosuch", "1", "--layout.preset", "single"),
             [
-                "A compiler knows the options that it is given, and takes their values.",
+                "Compiler options must be known to the compiler and have valid values.",
                 "INVALID_ARGUMENT: No such compile option: 'nosuch'",
                 "compiler_options",
                 "leave it out, or write it as this platform's XLA does",
@@ -243,7 +243,7 @@ def test_a_step_that_is_too_large_is_refused_before_it_is_compiled(run_file, tmp
     monkeypatch.setattr(checks, "memory_of_machine", lambda: 3 << 20)
     options = ("--run-dir", tmp_path / "run", "--layout.preset", "single", "--batch_size", 512, "--microbatches", 1)
     code, _, err = trellis(capsys, "train", run_file, *options)
-    assert code == 2 and "A run's state and its step fit into the memory that there is." in err
+    assert code == 2 and "A run's state and its step must fit in memory." in err
     assert "at least on 1 x cpu, which have 3.00 MiB together" in err
     grows = [*options[:4], "--batch_size", "[{step: 0, size: 8}, {step: 4, size: 512}]", "--microbatches", 1]
     code, _, err = trellis(capsys, "train", run_file, *grows)
@@ -287,7 +287,9 @@ def test_a_run_that_a_signal_stopped_says_how_it_goes_on(run_file, tmp_path, cap
     monkeypatch.setattr(train, "train_run", lambda *_, **__: 143)
     options = ("--layout.preset", "single", "--microbatches", 1, "--cpu.measure", "false")
     code, out, _ = trellis(capsys, "train", run_file, "--run-dir", tmp_path / "run", *options)
-    assert code == 143 and re.search(rf"stopped  after step 0; `.*trellis train {tmp_path / 'run'}` resumes it", out), out
+    assert code == 143 and re.search(rf"stopped  after step 0; `.*trellis train {tmp_path / 'run'}` resumes it", out), (
+        out
+    )
 
 
 @pytest.mark.slow
@@ -309,9 +311,9 @@ def test_a_run_that_is_longer_than_its_data_is_refused_before_its_first_step(run
     source = f"{{kind: mixture, parts: [{{name: a, path: {run_file.parent}/train, weight: 1, epochs: 1}}]}}"
     words = ("train", run_file, "--run-dir", tmp_path / "run", "--devices", 1, "--data.source", source, "--steps", 999)
     code, _, said = trellis(capsys, *words)
-    assert code == 2 and "The data lasts as long as the run." in said and "batches for 999 steps" in said
+    assert code == 2 and "The data must last as long as the run." in said and "batches for 999 steps" in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    (there,) = re.findall(r"fix:   use --steps (\d+), or more epochs: null repeats a part without an end", said)
+    (there,) = re.findall(r"fix:   use --steps (\d+), or more epochs: null repeats a part without end", said)
     assert int(there) > 0 and f"seen:  {there} batches" in said
 
 

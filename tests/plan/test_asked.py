@@ -78,7 +78,7 @@ def test_an_odd_length_is_attended_to_in_chunks_on_gpus():
 
 
 def test_names_that_the_model_does_not_mark_are_refused():
-    with pytest.raises(UserError, match="What is kept by name is marked so by the model") as error:
+    with pytest.raises(UserError, match="`remat.names` can list only names that the model marks") as error:
         quick_plan(small(remat__policy="saved", remat__names="qury"), target("8xH100"))
     assert (error.value.seen, error.value.where, error.value.fix) == ("`qury`", "remat.names", "did you mean `query`?")
 

@@ -163,7 +163,7 @@ def test_the_command_refuses_costs_before_it_plans(capsys):
 
 def test_a_run_whose_file_of_costs_is_not_there_says_so(tmp_path):
     file = tmp_path / "costs.pbtxt"
-    with pytest.raises(UserError, match="Costs that a step is scheduled by are in a file") as error:
+    with pytest.raises(UserError, match="The file of costs to schedule a step by must exist") as error:
         options_for("cuda", {COSTS: str(file)})
     assert f"no {file}" in str(error.value) and "--costs FOLDER" in str(error.value)
     file.write_text("")

@@ -352,7 +352,7 @@ def test_devices_are_those_asked_for():
     with pytest.raises(UserError) as error:
         find_devices(dataclasses.replace(tiny(), devices=16))
     assert str(error.value) == (
-        "A run uses devices that are there.\n  seen:  devices=16 where JAX has 8 (cpu)\n  where: --devices\n"
+        "A run cannot use more devices than JAX has.\n  seen:  devices=16 where JAX has 8 (cpu)\n  where: --devices\n"
         "  fix:   use 8 or fewer"
     )
 

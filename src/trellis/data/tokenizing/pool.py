@@ -124,7 +124,7 @@ class _Process:
                 "A tokenizing worker must not die.",
                 seen=f"a worker ended with code {code}" + (f": {tail[0]}" if tail else ""),
                 where="trellis tokenize",
-                fix="if memory ran out, use fewer --workers; run the same command again; it continues where it left off",
+                fix="if memory ran out, use fewer --workers, then run the same command; it continues where it left off",
             ) from error
         if isinstance(answer, Exception):
             raise answer
