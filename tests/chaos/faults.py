@@ -152,7 +152,7 @@ def damaged_checkpoints(case: Case) -> str:
     for checkpoint in case.checkpoints():
         (checkpoint / "state" / "_METADATA").unlink()
     for _ in range(2):  # a second time, too: nothing begins anew without a word
-        case.expect(case.start().end(), (WRONG,), "A run resumes from a checkpoint that is whole.")
+        case.expect(case.start().end(), (WRONG,), "A run can resume only from a complete, undamaged checkpoint.")
     shutil.rmtree(case.run)
     backup.rename(case.run)
     return "refused in one message"

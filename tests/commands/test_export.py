@@ -135,7 +135,7 @@ def refused(capsys, *words):
 def test_refusals(run_folder, tmp_path, capsys):
     assert "no such folder" in refused(capsys, "export", str(tmp_path / "none"), "--to", str(tmp_path / "x"))
     assert "seen:  step 3" in refused(capsys, "export", str(run_folder), "--to", str(tmp_path / "x"), "--step", "3")
-    assert "A Hugging Face folder has a config.json." in refused(capsys, "import", str(tmp_path))
+    assert "A Hugging Face folder must have a config.json." in refused(capsys, "import", str(tmp_path))
     assert "The number of devices must be 1 or more." in refused(capsys, "generate", str(run_folder), "--tokens", "0")
     for name, value in (("top-k", "3"), ("top-p", "0.5"), ("samples", "2")):
         there = refused(capsys, "generate", str(run_folder), "--temperature", "0", f"--{name}", value)
@@ -150,7 +150,10 @@ def test_refusals(run_folder, tmp_path, capsys):
     )
     for own, seen in ((run_folder, "run.yaml"), (run_folder / "checkpoints" / "step-00000007", "manifest.json")):
         there = refused(capsys, "export", str(run_folder), "--to", str(own))
-        assert f"An export goes to a folder of its own.\n  seen:  {seen}" in there and "remove" not in there
+        assert (
+            f"An export needs a folder without another model, tokenizer or run.\n  seen:  {seen}" in there
+            and "remove" not in there
+        )
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
     there = refused(capsys, "export", str(run_folder), "--to", str(tmp_path / "theirs"))

@@ -63,7 +63,12 @@ def test_overview_loads_nothing_heavy():
         ),
         (
             ["recipes", "tinny"],
-            ["A run is a recipe, a YAML file or a run's folder.", "`tinny`", "the first word", "did you mean `tiny`?"],
+            [
+                "A run must be a recipe, a YAML file or a run's folder.",
+                "`tinny`",
+                "the first argument",
+                "did you mean `tiny`?",
+            ],
         ),
         (
             ["recipes", "tiny", "more"],

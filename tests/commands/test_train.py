@@ -147,8 +147,8 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.products.mlp", "int8", "--precision.products.vocab", "int8"),
             [
-                "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding (in "
-                "fp8 or mxfp8, which can represent small probabilities).",
+                "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding "
+                "(in (in (in fp8 or mxfp8, which can represent small probabilities).",
                 "int8 for `embedding`",
                 "precision.products",
                 "use fp8 or mxfp8 for it",
@@ -166,8 +166,8 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.products.norm", "int8"),
             [
-                "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding (in "
-                "fp8 or mxfp8, which can represent small probabilities).",
+                "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding "
+                "(in (in (in fp8 or mxfp8, which can represent small probabilities).",
                 "`norm`, which matches no weight that multiplies",
                 "precision.products",
                 "name parts of `block.attention.q`, `block.attention.k`, `block.attention.v`, `block.attention.out`, "

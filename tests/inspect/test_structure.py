@@ -293,7 +293,9 @@ def test_a_run_tells_a_fault_and_keeps_the_program(tmp_path):
     assert "not along mesh axes: " in (tmp_path / "ledger.txt").read_text()
     run.guard = GuardRule(structure=False)
     assert check(program(wrong), 0, last_good).startswith(f"WARNING: {rule}\n")
-    assert "a compiled program's text has an ENTRY computation" in check(program("HloModule nothing"), 0, last_good)
+    assert "a compiled program's text must have an ENTRY computation" in check(
+        program("HloModule nothing"), 0, last_good
+    )
 
 
 def test_rows_say_which_parameter_they_move():

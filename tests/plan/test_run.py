@@ -454,17 +454,17 @@ def test_buffers_have_names_where_the_compiler_lists_none():
 def test_other_refusals_are_not_memory():
     with pytest.raises(RuntimeError, match="the compiler for v5e:2x2 refused the step"):
         compiling._refused("INTERNAL: no", target("v5e:2x2"), 1.0, {}, {})
-    with pytest.raises(UserError, match="Compiler options are the compiler's."):
+    with pytest.raises(UserError, match="Compiler options must be known to the compiler and have valid values."):
         compiling._refused("No such compile option: 'xla_no'", target("v5e:2x2"), 1.0, {}, {})
     message = "INVALID_ARGUMENT: While setting option xla_gpu_autotune_level, 'two' is not a valid int32 value."
     with pytest.raises(UserError) as error:
         compiling._refused(message, target("8xH100"), 1.0, {}, {"xla_gpu_autotune_level": "two"})
     assert str(error.value) == (
-        "Compiler options are the compiler's.\n"
+        "Compiler options must be known to the compiler and have valid values.\n"
         f"  seen:  {message}\n"
         "  where: compiler_options\n"
-        "  fix:   leave the option out, write its value as this platform's XLA does (GPUs' takes True and False), or "
-        "install the compiler's version that has it"
+        "  fix:   leave the option out, write its value as this platform's XLA does (True or False on GPUs), or "
+        "install a version of the compiler that has it"
     )
 
 

@@ -70,27 +70,32 @@ def test_every_recipe_is_a_whole_run():
         (
             "tinny",
             None,
-            ["A run is a recipe, a YAML file or a run's folder.", "`tinny`", "the first word", "did you mean `tiny`?"],
+            [
+                "A run must be a recipe, a YAML file or a run's folder.",
+                "`tinny`",
+                "the first argument",
+                "did you mean `tiny`?",
+            ],
         ),
         (
             "absent.yaml",
             None,
             [
-                "A run's file can be read.",
+                "A run's file must be readable.",
                 "No such file or directory",
                 "{path}",
-                "give the path of a YAML file, or the name of a recipe: `trellis recipes`",
+                "use the path of a YAML file, or the name of a recipe: `trellis recipes`",
             ],
         ),
         (
             "list.yaml",
             "[1, 2]",
-            ["A run's file holds fields.", "list", "{path}", "write fields, as in steps: 100"],
+            ["A run's file must contain fields.", "list", "{path}", "write fields, as in steps: 100"],
         ),
         (
             "base.yaml",
             "base: tinny",
-            ["A file is based on a recipe.", "base: tinny", "{path}", "did you mean `tiny`?"],
+            ["The `base` of a file must be a recipe.", "base: tinny", "{path}", "did you mean `tiny`?"],
         ),
         (
             "key.yaml",
@@ -112,7 +117,7 @@ def test_errors(target, text, message, tmp_path):
 def test_a_folder_of_texts_is_tokenized_first(tmp_path):
     with pytest.raises(UserError) as error:
         load_run(str(tmp_path))
-    assert error.value.fix == f"text is tokenized first: trellis tokenize {tmp_path} --out stores/mine --train-bpe 512"
+    assert error.value.fix == f"tokenize text first: trellis tokenize {tmp_path} --out stores/mine --train-bpe 512"
     copy = tmp_path / "checkpoints" / "step-00000004" / "run.yaml"
     copy.parent.mkdir(parents=True)
     write_run(tiny(), copy)

@@ -250,7 +250,7 @@ def change(**fields):
         (
             lambda: Adafactor(learning_rate=1e-3, decay_exponent=0.0),
             [
-                "The decay's exponent is above 0 and at most 1.",
+                "The exponent of the decay must be above 0 and at most 1.",
                 "decay_exponent=0.0",
                 "decay_exponent",
                 "use 0.8",
@@ -282,28 +282,28 @@ def change(**fields):
         ),
         (
             lambda: AdamW(learning_rate=0.0),
-            ["A learning rate is positive.", "learning_rate=0.0", "learning_rate", "try 0.0003"],
+            ["A learning rate must be positive.", "learning_rate=0.0", "learning_rate", "try 0.0003"],
         ),
         (
             lambda: Lion(learning_rate=1e-4, beta2=1.0),
-            ["The decay of a moving average is at least 0 and below 1.", "beta2=1.0", "beta2", "try 0.95"],
+            ["The decay of a moving average must be at least 0 and below 1.", "beta2=1.0", "beta2", "try 0.95"],
         ),
         (
             lambda: Muon(learning_rate=1e-4, weight_decay=-1.0),
-            ["Weight decay is not negative.", "weight_decay=-1.0", "weight_decay", "use 0.1, or 0 for none"],
+            ["Weight decay cannot be negative.", "weight_decay=-1.0", "weight_decay", "use 0.1, or 0 for none"],
         ),
         (
             lambda: Muon(learning_rate=1e-4, iterations=0),
-            ["Newton-Schulz iterates at least once, and at most 100 times.", "iterations=0", "iterations", "use 5"],
+            ["Newton-Schulz must iterate at least once, and at most 100 times.", "iterations=0", "iterations", "use 5"],
         ),
         (
             lambda: Constant(warmup_steps=-1),
-            ["A number of steps is not negative.", "warmup_steps=-1", "warmup_steps", "use 0 for no warmup"],
+            ["A number of steps cannot be negative.", "warmup_steps=-1", "warmup_steps", "use 0 for no warmup"],
         ),
         (
             lambda: Linear(warmup_steps=0, final_fraction=2.0),
             [
-                "The final learning rate is a fraction of the peak, from 0 to 1.",
+                "The final learning rate must be a fraction of the peak, from 0 to 1.",
                 "final_fraction=2.0",
                 "final_fraction",
                 "use 0.1",
@@ -311,11 +311,21 @@ def change(**fields):
         ),
         (
             lambda: WSD(warmup_steps=0, decay_steps=0),
-            ["The decay takes at least one step.", "decay_steps=0", "decay_steps", "use a tenth of the run's steps"],
+            [
+                "The decay must take at least one step.",
+                "decay_steps=0",
+                "decay_steps",
+                "use a tenth of the run's steps",
+            ],
         ),
         (
             lambda: InverseSqrt(warmup_steps=0),
-            ["An inverse square root starts where its warmup ends.", "warmup_steps=0", "warmup_steps", "use 1 or more"],
+            [
+                "An inverse square root needs a warmup of at least one step.",
+                "warmup_steps=0",
+                "warmup_steps",
+                "use 1 or more",
+            ],
         ),
     ],
 )

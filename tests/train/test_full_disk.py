@@ -94,7 +94,7 @@ def test_a_checkpoint_without_room_is_told_and_leaves_nothing_behind(tmp_path, m
         assert saved.steps() == [1] and not saved.path(2).exists()
     assert error.value.exit_code == 3
     assert str(error.value) == (
-        "The disk of a run has room for its checkpoints.\n  seen:  No space left on device\n"
+        "The disk must have room for the run's checkpoints.\n  seen:  No space left on device\n"
         f"  where: {tmp_path / 'step-00000002'}\n"
         "  fix:   free some space, then run the same command again; it continues after the last good checkpoint"
     )
