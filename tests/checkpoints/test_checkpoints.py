@@ -154,7 +154,7 @@ def largest(folder):
 @pytest.mark.parametrize(
     "harm, words",
     [
-        (lambda f: flip(largest(f)), "does not hold the bytes that were written (checksum)"),
+        (lambda f: flip(largest(f)), "has changed since it was written (checksum)"),
         (lambda f: largest(f).write_bytes(largest(f).read_bytes()[:-1]), "were written"),
         (lambda f: largest(f).unlink(), "is missing"),
         (lambda f: (f / "manifest.json").write_text("{"), "JSONDecodeError"),

@@ -92,9 +92,12 @@ def test_chat(tmp_path):
         ),
         (["--out", "x", "--bytes", "dataset:a", "b.txt"], "dataset:a b.txt"),
         (["--out", "x", "--bytes", "a.txt", "--separator", "\\"], "`\\`: \\ at end of string"),
-        (["--out", "x", "--bytes", "dataset:a", "--format", "json"], "json, of dataset:a: it has no effect"),
-        (["--out", "x", "--bytes", "--field", "a"], "a, of the sources of Python's standard library: it has no effect"),
-        (["--out", "x", "--bytes", "--train-bytes", "9"], "9, of a tokenizer that is there: it has no effect"),
+        (["--out", "x", "--bytes", "dataset:a", "--format", "json"], "json, for dataset:a: it has no effect"),
+        (
+            ["--out", "x", "--bytes", "--field", "a"],
+            "a, for the sources of Python's standard library: it has no effect",
+        ),
+        (["--out", "x", "--bytes", "--train-bytes", "9"], "9, for an existing tokenizer: it has no effect"),
         (["--out", "x", "--bytes", "--end-of-document", "</s>"], "</s>, of a tokenizer that is made here"),
     ],
 )
@@ -137,7 +140,7 @@ def test_verify(tmp_path, capsys):
     chunk.write_bytes(chunk.read_bytes()[:-1])
     assert main(["data", "verify", store.url]) == 2
     said = capsys.readouterr().out
-    assert re.search(r"tokens/c/1: 131 bytes where 132 belong; documents \d+ to \d+, from .*in?.jsonl", said) or (
+    assert re.search(r"tokens/c/1: 131 bytes instead of 132; documents \d+ to \d+, from .*in?.jsonl", said) or (
         "store.jsonl" in said
     )
     assert "damaged in 1 places" in said

@@ -70,7 +70,7 @@ def test_out_and_in(run_folder, tmp_path, capsys):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert re.match(r"llama of [\d,]+ parameters\nfolder   ", out)
-    assert "no text: the recipe's has 4,096 token ids, and the model 257\n" in out
+    assert "no text: that of the recipe has 4,096 token ids, and the model 257\n" in out
     assert open_run(back).model == MODEL
     before, after = (jax.device_get(model_of(folder)) for folder in (run_folder, back))
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):

@@ -120,8 +120,8 @@ def damage(folder, how):
     ("how", "seen"),
     [
         ("flipped", "CRC-32C"),
-        ("cut", "50 bytes where 132 belong"),
-        ("empty", "0 bytes where 132 belong"),
+        ("cut", "50 bytes instead of 132"),
+        ("empty", "0 bytes instead of 132"),
         ("missing", "the chunk is missing"),
     ],
 )
@@ -178,7 +178,7 @@ def test_verify_finds_damaged_offsets(store, tmp_path):
     data[-4:] = crc32c(bytes(data[:-4])).to_bytes(4, "little")
     chunk.write_bytes(data)
     problems = [d.problem for d in find_damage(open_store(store.url, check=False))]
-    assert "not a rising sequence from 0" in problems
+    assert "not an increasing sequence from 0" in problems
 
 
 def test_a_model_with_too_few_ids(store):

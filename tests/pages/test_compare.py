@@ -128,7 +128,7 @@ def test_a_run_is_served_while_it_trains(tmp_path):
         url = f"http://127.0.0.1:{server.server_address[1]}/"
         assert "no step yet" in get(url) and 'content="7"' in get(url)
         folder.rmdir()
-        assert f"{folder} is no folder any more" in get(url) and 'content="7"' in get(url)
+        assert f"{folder} is no longer a folder" in get(url) and 'content="7"' in get(url)
         make(folder, rate=0.1, steps=10, tokens=100, seconds=2.0, ended=False)
         assert "training" in get(url) and 'http-equiv="refresh" content="7"' in get(url)
         (folder / "timeline.jsonl").write_text('{"time": 9, "event": "finished", "step": 10}\n')

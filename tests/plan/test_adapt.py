@@ -106,7 +106,7 @@ def test_too_few_devices_for_the_state():
     where = target("8xH100")
     plan = quick_plan(load_run("llama_70b", TENSOR), where)
     (line,) = excess_lines(plan, [])
-    assert line.startswith("parameters and optimizer alone are 98.6 GiB a device")
+    assert line.startswith("parameters and optimizer alone take 98.6 GiB a device")
     assert line.endswith("use 10 devices of this kind at least")
 
 

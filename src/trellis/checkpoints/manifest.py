@@ -116,4 +116,4 @@ def verify(folder: Path, manifest: dict, share: int = 0, of: int = 1) -> None:
         if path.stat().st_size != size:
             raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, and {size} were written")
         if checksum(path)[1] != crc:
-            raise DamagedCheckpoint(f"{path} does not hold the bytes that were written (checksum)")
+            raise DamagedCheckpoint(f"{path} has changed since it was written (checksum)")

@@ -58,7 +58,7 @@ def execute(args: argparse.Namespace) -> int:
         print(f"no tokenizer: there is no tokenizer.json; put the model's own in {theirs}")
     ids = getattr(run.data.source, "vocab", 0)
     if ids > run.model.vocab:
-        print(f"no text: the recipe's has {ids:,} token ids, and the model {run.model.vocab:,}")
+        print(f"no text: that of the recipe has {ids:,} token ids, and the model {run.model.vocab:,}")
         print("to train or evaluate it, import with --data.source store --data.source.path STORE")
     return 0
 

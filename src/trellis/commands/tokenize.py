@@ -68,7 +68,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.data.tokenizing.tokenize import TRAIN_BYTES, tokenize
 
     if args.train_bytes is not None and args.train_bpe is None:
-        raise _unheeded("train-bytes", args.train_bytes, "a tokenizer that is there", "use --train-bpe N")
+        raise _unheeded("train-bytes", args.train_bytes, "an existing tokenizer", "use --train-bpe N")
     store = tokenize(
         _source(args),
         args.out,
@@ -135,8 +135,10 @@ def _unescaped(text: str) -> str:
 
 
 def _unheeded(name: str, value: object, of: str, fix: str) -> UserError:
-    rule = "An option must apply to the inputs."
-    return UserError(rule, seen=f"{value}, of {of}: it has no effect", where=f"--{name}", fix=f"{fix}, or leave it out")
+    rule = "An option of `trellis tokenize` must apply to the inputs and the tokenizer."
+    return UserError(
+        rule, seen=f"{value}, for {of}: it has no effect", where=f"--{name}", fix=f"{fix}, or leave it out"
+    )
 
 
 def _workers(text):

@@ -140,7 +140,7 @@ _VOCABULARY = {"model.vocab", "data.tokenizer", "data.source.vocab"}
 def _together(found: Sequence[Curve], differ: Sequence[tuple[str, list[str]]]) -> str:
     """The losses at a point that all runs reached: the last number of tokens that each of them has read."""
     if _VOCABULARY.intersection(name for name, _ in differ):
-        return "their tokens are of different vocabularies: bits/byte can be compared, and losses cannot"
+        return "their vocabularies differ: bits/byte can be compared, and losses cannot"
     tokens = min(curve.tokens[-1] for curve in found)
     at = [_at(curve.tokens, [line.get("loss") for line in curve.lines], tokens) for curve in found]
     if any(value is None for value in at):

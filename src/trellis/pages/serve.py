@@ -57,7 +57,7 @@ def _current(folder: Path, every: int) -> str:
     try:
         run = read_folder(folder)
     except UserError:
-        said = "no step yet" if folder.is_dir() else f"{folder} is no folder any more"
+        said = "no step yet" if folder.is_dir() else f"{folder} is no longer a folder"
         return f"<!doctype html><html><head>{again}</head><body>{tag('p', said)}</body></html>"
     text = page(run)
     return text.replace("<head>", f"<head>{again}", 1) if state(run) == "training" else text

@@ -89,7 +89,7 @@ def compiler_devices(target: Target) -> list[Any]:
     try:
         return target_devices(target.compiler_name)
     except TopologyError as error:
-        rule = "Compiling a step needs the package of the hardware's own compiler."
+        rule = "Compiling a step needs an installed compiler that knows the target."
         if "not installed" in str(error):
             fix = str(error).rpartition(": ")[2] + "; `trellis plan` without --compile needs no compiler"
             raise UserError(rule, seen=f"no compiler for {target.name}", where="--on", fix=fix) from None

@@ -44,8 +44,8 @@ def interpreted(where: str, fix: str) -> Generator[None]:
             "Every device must take part in all collectives of its groups.",
             seen=str(error),
             where=where,
-            fix="move collectives, and operations with one in their gradient, out of branches and loops that devices choose "
-            "for themselves",
+            fix="move collectives, and operations with one in their gradient, out of branches and loops that devices "
+            "choose for themselves",
         ) from error
 
 

@@ -161,7 +161,7 @@ class ArrayReader:
         data = self._fetch(index)
         expected = self.chunk * self._stored.itemsize + 4
         if len(data) != expected:
-            raise self._damaged(index, f"{len(data):,} bytes where {expected:,} belong")
+            raise self._damaged(index, f"{len(data):,} bytes instead of {expected:,}")
         stored, found = int.from_bytes(data[-4:], "little"), crc32c(data[:-4])
         if stored != found:
             raise self._damaged(index, f"CRC-32C {found:08x}, stored {stored:08x}")
