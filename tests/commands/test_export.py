@@ -136,7 +136,7 @@ def test_refusals(run_folder, tmp_path, capsys):
     assert "no such folder" in refused(capsys, "export", str(tmp_path / "none"), "--to", str(tmp_path / "x"))
     assert "seen:  step 3" in refused(capsys, "export", str(run_folder), "--to", str(tmp_path / "x"), "--step", "3")
     assert "A Hugging Face folder must have a config.json." in refused(capsys, "import", str(tmp_path))
-    assert "The number of devices must be 1 or more." in refused(capsys, "generate", str(run_folder), "--tokens", "0")
+    assert "A count must be 1 or more." in refused(capsys, "generate", str(run_folder), "--tokens", "0")
     for name, value in (("top-k", "3"), ("top-p", "0.5"), ("samples", "2")):
         there = refused(capsys, "generate", str(run_folder), "--temperature", "0", f"--{name}", value)
         assert f"seen:  {name}={value}, temperature=0: it has no effect" in there

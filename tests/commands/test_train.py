@@ -148,7 +148,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
             ("--precision.products.mlp", "int8", "--precision.products.vocab", "int8"),
             [
                 "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding "
-                "(in (in (in fp8 or mxfp8, which can represent small probabilities).",
+                "(in fp8 or mxfp8, which can represent small probabilities).",
                 "int8 for `embedding`",
                 "precision.products",
                 "use fp8 or mxfp8 for it",
@@ -167,7 +167,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
             ("--precision.products.norm", "int8"),
             [
                 "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding "
-                "(in (in (in fp8 or mxfp8, which can represent small probabilities).",
+                "(in fp8 or mxfp8, which can represent small probabilities).",
                 "`norm`, which matches no weight that multiplies",
                 "precision.products",
                 "name parts of `block.attention.q`, `block.attention.k`, `block.attention.v`, `block.attention.out`, "
@@ -196,7 +196,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
             ("--model.mlp", 2147483647, "--layout.preset", "single"),
             [
                 "A run's state and its step must fit in memory.",
-                "4.50 TiB at least on 1 x cpu, which have 16.0 GiB together",
+                "at least 4.50 TiB on 1 x cpu, 16.0 GiB free on this machine",
                 "the run",
                 "use a smaller model or batch, or more devices; `trellis memory` shows what each device holds",
             ],
@@ -231,7 +231,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
     ],
 )
 def test_what_a_run_cannot_be_is_said_in_four_parts(run_file, tmp_path, capsys, monkeypatch, options, message):
-    monkeypatch.setattr(checks, "memory_of_machine", lambda: 16 << 30)
+    monkeypatch.setattr(checks, "free_memory", lambda: 16 << 30)
     where = () if "--run-dir" in options else ("--run-dir", tmp_path / "run")
     code, _, err = trellis(capsys, "train", run_file, *where, *options)
     rule, seen, where, fix = message
@@ -240,14 +240,14 @@ def test_what_a_run_cannot_be_is_said_in_four_parts(run_file, tmp_path, capsys, 
 
 @pytest.mark.slow
 def test_a_step_that_is_too_large_is_refused_before_it_is_compiled(run_file, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(checks, "memory_of_machine", lambda: 3 << 20)
+    monkeypatch.setattr(checks, "free_memory", lambda: 3 << 20)
     options = ("--run-dir", tmp_path / "run", "--layout.preset", "single", "--batch_size", 512, "--microbatches", 1)
     code, _, err = trellis(capsys, "train", run_file, *options)
     assert code == 2 and "A run's state and its step must fit in memory." in err
-    assert "at least on 1 x cpu, which have 3.00 MiB together" in err
+    assert "on 1 x cpu, 3.00 MiB free on this machine" in err
     grows = [*options[:4], "--batch_size", "[{step: 0, size: 8}, {step: 4, size: 512}]", "--microbatches", 1]
     code, _, err = trellis(capsys, "train", run_file, *grows)
-    assert code == 2 and "at least on 1 x cpu, which have 3.00 MiB together" in err, "before it has grown"
+    assert code == 2 and "on 1 x cpu, 3.00 MiB free on this machine" in err, "before it has grown"
     code, _, err = trellis(capsys, "train", run_file, *options, "--microbatches", 128, "--until", 1)
     assert code == 0, "and may then be corrected"
 

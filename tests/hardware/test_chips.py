@@ -47,10 +47,10 @@ def test_published_peaks():
     "name, near",
     [
         ("v5e:16x17", "v5e:16x16, v5e:8x16"),
-        ("8xH10", "Near it: `8xh100`"),
-        ("H200", "Near it: `8xh200`, `8xh100`"),
-        ("v5:4x4", "Near it: `v5p:4x4x4`, `v5e:4x4`"),
-        ("v9z", "Near it: `v4:4x4x4`, `v5e:4x4`, `v5p:4x4x4`, `v6e:4x4`, `v7x:4x4x4`, `8xa100`, `8xa100-40gb`"),
+        ("8xH10", "Similar: `8xh100`"),
+        ("H200", "Similar: `8xh200`, `8xh100`"),
+        ("v5:4x4", "Similar: `v5p:4x4x4`, `v5e:4x4`"),
+        ("v9z", "Similar: `v4:4x4x4`, `v5e:4x4`, `v5p:4x4x4`, `v6e:4x4`, `v7x:4x4x4`, `8xa100`, `8xa100-40gb`"),
     ],
 )
 def test_unknown_targets_offer_near_names(name, near):

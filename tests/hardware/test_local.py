@@ -1,13 +1,15 @@
 """This machine as a target: its rates are measured and its operations cost something each."""
 
 import dataclasses
+import os
 import time
 
 import jax
 import pytest
 
+from trellis.hardware import local
 from trellis.hardware.chips import chips
-from trellis.hardware.local import local_target
+from trellis.hardware.local import free_memory, left_by_limit, local_target
 from trellis.hardware.measure import CACHED, Machine, measure_machine
 from trellis.inspect.work import Piece
 from trellis.named import stacked
@@ -81,3 +83,37 @@ def test_what_is_computed_again_on_a_cpu_is_made_once_where_layers_are_written_o
         monkeypatch.setattr(stacked, "written_out", lambda length, x, answer=written_out: answer)
         plan = plan_of(prepare(run, target, jax.devices()[:1]), target)
         assert {piece.direction for piece in plan.work} == passes
+
+
+NEW = {"memory.max": "3000\n", "memory.current": "2500\n", "memory.stat": "anon 1900\ninactive_file 400\n"}
+OLD = {
+    "memory.limit_in_bytes": "3000\n",
+    "memory.usage_in_bytes": "2500\n",
+    "memory.stat": "inactive_file 1\ntotal_inactive_file 300\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        (NEW, 900),
+        (OLD, 800),
+        (NEW | {"memory.max": "max\n"}, None),
+        (NEW | {"memory.max": "soon\n"}, None),
+        ({}, None),
+    ],
+)
+def test_a_container_s_limit_leaves_what_is_not_used_yet(files, left, tmp_path, monkeypatch):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert left_by_limit(tmp_path) == left
+    monkeypatch.setattr(local, "_GROUPS", (tmp_path,))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert free_memory() == left if left is not None else 0 < free_memory() < total
+
+
+def test_a_limit_below_what_is_used_leaves_nothing(tmp_path, monkeypatch):
+    for name, text in (NEW | {"memory.max": "1000\n"}).items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(local, "_GROUPS", (tmp_path,))
+    assert free_memory() == 0

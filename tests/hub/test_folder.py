@@ -214,7 +214,7 @@ def change(folder, **fields):
             dict(model_type="bert"),
             "An imported model must be of a family that Trellis knows.\n  seen:  model_type",
         ),
-        (dict(hidden_act="gelu"), "A llama has hidden_act silu here.\n  seen:  hidden_act: gelu"),
+        (dict(hidden_act="gelu"), "A llama must have hidden_act silu here.\n  seen:  hidden_act: gelu"),
         (dict(hidden_size=...), "The configuration of a llama must be complete.\n  seen:  no hidden_size"),
         (
             dict(rope_parameters={"rope_type": "longrope"}),
@@ -315,5 +315,5 @@ def test_refused_exports(tmp_path):
     with pytest.raises(UserError, match=r"frequencies of base 10000\.\n  seen:  rope_theta=500000"):
         FAMILIES["gptj"].to_config_json(config, positions=8, dtype="float32")
     (first, *_) = parameters(config.init(key=jax.random.key(0)))
-    with pytest.raises(NamesError, match="has a key with its dimensions, got embedding of 'vocab embed'"):
+    with pytest.raises(NamesError, match="needs a key with its dimensions, got embedding of 'vocab embed'"):
         key_of({"embedding": Key("wte", "vocab mlp")}, first)

@@ -399,7 +399,7 @@ def test_the_command(capsys, tmp_path):
     assert values["plan"]["devices"] == 4 and values["plan"]["fits"]
     assert file.read_text().startswith("<!doctype html>")
     assert main(["plan", "llama_8b", "--on", "v5e:3x3", *arguments]) == 2
-    assert "Near it: v5e:" in capsys.readouterr().err
+    assert "Similar: v5e:" in capsys.readouterr().err
 
 
 def test_the_compiler_is_missing(monkeypatch):

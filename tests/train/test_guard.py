@@ -217,7 +217,7 @@ def test_what_a_comparison_moves_is_in_the_ledger(run_file, tmp_path, capsys):
 
 def test_a_step_is_not_made_twice_where_there_is_no_room(monkeypatch):
     assembled = assemble(small("fsdp"), jax.devices())
-    monkeypatch.setattr(checks, "memory_of_machine", lambda: 10_000)
+    monkeypatch.setattr(checks, "free_memory", lambda: 10_000)
     memory = {"all": 100}
     with pytest.raises(UserError, match="Replaying a step needs memory for another state") as error:
         checks.check_guard(memory, assembled)

@@ -1,11 +1,15 @@
 """This machine's own devices as a target, with measured rather than published peaks."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trellis.hardware.chips import MEMORY_EFFICIENCY, Chip, Target, chip_of
 from trellis.hardware.measure import CACHED, Machine
 from trellis.mesh.platform import are_cpus
+
+# Where a process in a container finds its own group's limit of memory, by version 2 or 1 of Linux's control groups.
+_GROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))
 
 
 def local_target(devices: Sequence[Any], *, measured: Machine | None = None) -> Target:
@@ -66,13 +70,37 @@ def _cpu(measured: Machine | None, count: int) -> Chip:
 
 
 def free_memory() -> int:
-    """The bytes that programs can still have without swapping; the whole memory if the system does not say."""
+    """The bytes that programs can still have before the system ends one; the whole memory if it does not say.
+
+    Swap counts as memory. In a container with a limit it is what the limit leaves.
+    """
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            (found,) = (line.split()[1] for line in file if line.startswith("MemAvailable:"))
-            return 1024 * int(found)
-    except (OSError, ValueError):
-        return _host_memory()
+            kibibytes = {line.partition(":")[0]: line.split()[1] for line in file}
+        free = 1024 * (int(kibibytes["MemAvailable"]) + int(kibibytes.get("SwapFree", 0)))
+    except (OSError, ValueError, KeyError):
+        free = _host_memory()
+    limits = [left for folder in _GROUPS if (left := left_by_limit(folder)) is not None]
+    return max(0, min([free, *limits]))
+
+
+def left_by_limit(folder: Path) -> int | None:
+    """The bytes that a control group's limit leaves; None if it has none. Files that are only cached do not count.
+
+    Args:
+        folder: where Linux tells of the group, by version 1 or 2.
+    """
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most, now = ((folder / name).read_text().strip() for name in (limit, used))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            return None if most == "max" else int(most) - int(now) + int(stat[cached])
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
 
 
 def _host_memory() -> int:

@@ -1,6 +1,5 @@
 """Checks of a traced step that refuse impossible runs: they do not fit, or ask for values that no model marks."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 
 from trellis.errors import UserError, did_you_mean
 from trellis.figures.numbers import size
+from trellis.hardware.local import free_memory
 from trellis.mesh.platform import are_cpus, platform_of_devices
 from trellis.nn.moe.config import EXPERT_WEIGHTS, FAR_ROWS
 from trellis.program import Program
@@ -87,22 +87,16 @@ def _check_room(
     fix: str = "use a smaller model or batch, or more devices; `trellis memory` shows what each device holds",
 ) -> None:
     here = [device for device in devices if device.process_index == jax.process_index()]
-    needed, room = num_bytes * len(here), memory_of_machine() if are_cpus(here) else _limit(here)
+    cpus = are_cpus(here)
+    needed, room = num_bytes * len(here), free_memory() if cpus else _limit(here)
     if room is not None and needed > room:
+        free = "free on this machine" if cpus else "on them together"
         raise UserError(
             rule,
-            seen=f"{size(needed)} at least on {len(here)} x {here[0].device_kind}, which have {size(room)} together",
+            seen=f"at least {size(needed)} on {len(here)} x {here[0].device_kind}, {size(room)} {free}",
             where="the run",
             fix=fix,
         )
-
-
-def memory_of_machine() -> int | None:
-    """Bytes of this machine's memory, if the system reports them."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def _limit(devices: Sequence[Any]) -> int | None:
