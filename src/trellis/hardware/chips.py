@@ -327,7 +327,7 @@ def target(name: str, hardware: str | None = None) -> Target:
             shape, wrap = one.shape, one.wrap
         except TopologyError as error:
             if generation in _builtin() or generation == "tpu7x":
-                raise _unknown(name, str(error).rpartition("Near it: ")[2].replace("tpu7x", "v7x")) from None
+                raise _unknown(name, str(error).rpartition(": ")[2].replace("tpu7x", "v7x")) from None
             shape = tuple(map(int, match[3].split("x")))  # a chip of the user's own: any torus
             if len(shape) != chip.torus:
                 raise _unknown(name, f"{chip.name}:{'x'.join('4' * chip.torus)}") from None
