@@ -107,7 +107,7 @@ def test_too_few_devices_for_the_state():
     plan = quick_plan(load_run("llama_70b", TENSOR), where)
     (line,) = excess_lines(plan, [])
     assert line.startswith("parameters and optimizer alone take 98.6 GiB a device")
-    assert line.endswith("use 10 devices of this kind at least")
+    assert line.endswith("use at least 10 devices of this kind")
 
 
 def test_the_command_tells_what_it_fitted(capsys, tmp_path):
