@@ -139,7 +139,7 @@ def test_a_run_stops_at_the_next_comparison_and_goes_on_after_the_last_good_chec
 
 def test_no_state_whose_copies_differ_is_saved(tmp_path, faulty):
     faulty(5, "velocity/w2")
-    with pytest.raises(CopiesDiffer, match="after step 6: `velocity.w2` on device 2 is not what it is on the other 3 "):
+    with pytest.raises(CopiesDiffer, match="after step 6: `velocity.w2` on device 2 differs from the other 3 "):
         go(tmp_path, whole=True, guard=GuardRule(every=100))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
 

@@ -232,7 +232,7 @@ SIZES = dict(
         ),
         (
             lambda: Routing(balance=-1.0),
-            "`balance` must be 0 or more.\n  seen:  balance=-1.0\n  where: model.routing.balance\n"
+            "`balance` is 0 or more.\n  seen:  balance=-1.0\n  where: model.routing.balance\n"
             "  fix:   use 0 to leave it out",
         ),
         (
