@@ -103,7 +103,9 @@ def test_groups_that_do_not_fit():
     model = whole("tied")
     with make_layout(TENSOR[0], choice, jax.devices()):
         model = shard(model, "params")
-        with pytest.raises(ValueError, match="stages divide the microbatches, got 1 of them on 2 stages with 2 groups"):
+        with pytest.raises(
+            ValueError, match="stages must divide the microbatches, got 1 of them on 2 stages with 2 groups"
+        ):
             found(named_jit, model, shard(Batch(**batch()).named(), "compute"), StepOptions())
 
 

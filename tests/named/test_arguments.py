@@ -101,7 +101,7 @@ WRONG = {
     "nothing to keep": (lambda: tr.Keep(3), r"Keep takes a list of names, .* got names=3, in Keep: write"),
     "no map": (lambda: tr.named_jit(abs, inputs="compuet"), r"got 'compuet', in named_jit\(inputs=\.\.\.\): write"),
     "nothing to compile": (lambda: tr.named_jit(3), r"named_jit takes a function, got 3, in named_jit"),
-    "nothing to draw": (lambda: tr.show(3), r"show draws arrays and layouts, got int, in show: pass an array"),
+    "nothing to draw": (lambda: tr.show(3), r"show can draw only arrays and layouts, got int, in show: pass an array"),
     "an array without names": (lambda: tr.named(jnp.zeros(3), None), r"named takes names, got None, in named"),
 }
 
