@@ -294,11 +294,14 @@ def choose(logits: jax.Array, key, sampling: Sampling) -> jax.Array:
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
     size = logits.shape[-1]
     if sampling.top_k is not None and sampling.top_k < size:
         least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
+    # The largest becomes 0, which no temperature makes infinite, and the temperature a normal number of float32.
+    range32 = jnp.finfo(jnp.float32)
+    temperature = np.clip(sampling.temperature, float(range32.tiny), float(range32.max)).item()
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     if sampling.top_p is not None and sampling.top_p < 1:
         falling = jnp.sort(logits, axis=-1, descending=True)
         shares = jax.nn.softmax(falling, axis=-1)

@@ -64,6 +64,8 @@ def _text(path: Path) -> str:
 def _about(path: Path) -> dict[str, Any]:
     try:
         about = json.loads(_text(path) or "{}")
+        if not isinstance(about, dict):
+            raise ValueError(f"{type(about).__name__} instead of an object")
     except ValueError as error:
         raise UserError(
             "What a run's page shows beside its metrics is JSON.",

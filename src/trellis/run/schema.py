@@ -21,6 +21,10 @@ from trellis.frozen import FrozenMap
 REQUIRED = dataclasses.MISSING
 
 
+class _OutOfRange(UserError):
+    """A value has the type of its field, and no device computes with it."""
+
+
 class Field(NamedTuple):
     """One field of a configuration; `default` is REQUIRED if there is none."""
 
@@ -205,7 +209,7 @@ def _within_range(data: Any, path: str, origin: Callable[[str], str]) -> Any:
         rule, fix = "A text holds no zero byte.", "leave it out"
     else:
         return data
-    raise UserError(rule, seen=shortened(repr(data), 80), where=origin(path), fix=fix)
+    raise _OutOfRange(rule, seen=shortened(repr(data), 80), where=origin(path), fix=fix)
 
 
 _EXAMPLES = {
@@ -240,6 +244,8 @@ def _build_union(kind: Any, data: Any, path: str, origin: Callable[[str], str]) 
     for member in fitting:
         try:
             return build(member, data, path, origin)
+        except _OutOfRange:
+            raise
         except UserError:
             if len(fitting) == 1 and _shape(member) is not str:
                 raise  # it is the union's only list, or map: what is wrong is inside
