@@ -23,7 +23,7 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 takes the largest.
-        top_k: keeps this many of the largest; None keeps all.
+        top_k: keeps this many of the largest, or all if there are fewer; None keeps all.
         top_p: keeps the largest whose probabilities add up to this (Holtzman et al., 2019, arXiv:1904.09751).
     """
 
@@ -298,9 +298,8 @@ def choose(logits: jax.Array, key, sampling: Sampling) -> jax.Array:
     if sampling.top_k is not None and sampling.top_k < size:
         least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
-    # The largest becomes 0, which no temperature makes infinite, and the temperature a normal number of float32.
-    range32 = jnp.finfo(jnp.float32)
-    temperature = np.clip(sampling.temperature, float(range32.tiny), float(range32.max)).item()
+    # The largest becomes 0, which stays finite, and the temperature a number that float32 can also divide by.
+    temperature = min(max(sampling.temperature, 1e-37), 1e37)
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     if sampling.top_p is not None and sampling.top_p < 1:
         falling = jnp.sort(logits, axis=-1, descending=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trellis.errors import UserError
+from trellis.run.folder import check_path
 from trellis.train.timeline import read_events
 from trellis.train.trackers import read_lines
 
@@ -39,6 +40,7 @@ def read_folder(folder: Path) -> RunFolder:
     Raises:
         UserError: it holds no metrics, or damaged files.
     """
+    check_path(folder)
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(
             "A run that has begun has a folder with its metrics.",

@@ -375,7 +375,8 @@ class Run:
                     "Microbatches divide the batch.",
                     seen=f"batch_size={size}, microbatches={parts}",
                     where="batch_size",
-                    fix=f"use a multiple of {parts}, as in {-(-max(size, 1) // parts) * parts}",
+                    fix=f"use a multiple of {parts}, as in {-(-max(size, 1) // parts) * parts}, or --microbatches that "
+                    "divide the batch",
                 )
 
     def _check_weights(self) -> None:
@@ -392,11 +393,13 @@ class Run:
 
     def _check_schedule(self) -> None:
         warmup = self.schedule.warmup_steps
-        needed = warmup + (self.schedule.decay_steps if isinstance(self.schedule, WSD) else 0)
+        decay = self.schedule.decay_steps if isinstance(self.schedule, WSD) else 0
+        needed = warmup + decay
         if needed > self.steps and not isinstance(self.schedule, Constant | InverseSqrt):
             raise UserError(
                 "The parts of a schedule fit into the run.",
-                seen=f"{needed} steps of {self.schedule.kind}, steps={self.steps}",
+                seen=f"schedule.warmup_steps={warmup}{f', schedule.decay_steps={decay}' * bool(decay)}, "
+                f"steps={self.steps}",
                 where="schedule",
                 fix=f"use --steps {needed} or more, or shorten schedule.warmup_steps",
             )

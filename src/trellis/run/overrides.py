@@ -29,9 +29,12 @@ def resolve(
     options = dict(options or {})
     data = overridden(kind, merge(kind, plain(base) if base is not None else {}, patch or {}), options)
 
-    def origin(path: str) -> str:
-        option = next((o for o in options if path == o or path.startswith(f"{o}.")), None)
-        return f"--{option}" if option else f"`{path}` in {source}" if source else f"`{path}`"
+    def origin(*paths: str) -> str:
+        set_by = [o for path in paths for o in options if path == o or path.startswith(f"{o}.")]
+        set_in_part = [o for o in options if o.startswith(f"{paths[0]}.")]
+        for option in (*set_by, *set_in_part):
+            return f"--{option}"
+        return f"`{paths[0]}` in {source}" if source else f"`{paths[0]}`"
 
     return build(kind, data, origin=origin)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from trellis.cores import usable_cores
-from trellis.data.blocks import Block, Encoded, Job
+from trellis.data.blocks import Block, Job
 from trellis.data.order.permutation import mix64
 from trellis.data.storage import open_folder
 from trellis.data.store.store import Store
