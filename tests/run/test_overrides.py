@@ -132,7 +132,7 @@ def test_a_file_replaces_parts_and_options_replace_both():
             [
                 "What defines a run is written down: it has no silent default.",
                 "no `data.source.parts`",
-                "`data.source`",
+                "--data.source.kind",
                 "add data.source.parts: [{name: str, path: str, weight: float or "
                 "[{step: int, weight: float}, ...]}, ...]",
             ],
@@ -142,7 +142,7 @@ def test_a_file_replaces_parts_and_options_replace_both():
             [
                 "What defines a run is written down: it has no silent default.",
                 "no `model.positions`, `model.dropout`, `model.scale_by_inverse_layer`, `model.upcast_attention`",
-                "`model`",
+                "--model.family",
                 "add model.positions: int, model.dropout: float, model.scale_by_inverse_layer: bool, "
                 "model.upcast_attention: bool",
             ],
@@ -174,8 +174,35 @@ def test_a_file_replaces_parts_and_options_replace_both():
             [
                 "Microbatches divide the batch.",
                 "batch_size=8, microbatches=3",
-                "`batch_size`",
-                "use a multiple of 3, as in 9",
+                "--microbatches",
+                "use a multiple of 3, as in 9, or --microbatches that divide the batch",
+            ],
+        ),
+        (
+            {"model.heads": "3"},
+            [
+                "Each key head serves the same number of query heads.",
+                "heads=3, kv_heads=2",
+                "--model.heads",
+                "make kv_heads a divisor of 3, or heads a multiple of 2",
+            ],
+        ),
+        (
+            {"schedule.warmup_steps": "21"},
+            [
+                "The parts of a schedule fit into the run.",
+                "schedule.warmup_steps=21, steps=20",
+                "--schedule.warmup_steps",
+                "use --steps 21 or more, or shorten schedule.warmup_steps",
+            ],
+        ),
+        (
+            {"profile.steps": "3"},
+            [
+                "What defines a run is written down: it has no silent default.",
+                "no `profile.start`",
+                "--profile.steps",
+                "add profile.start: int",
             ],
         ),
     ],

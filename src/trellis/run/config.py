@@ -27,7 +27,7 @@ class BatchSize:
     """The number of sequences in a step, from one step on."""
 
     step: int
-    """The first step with this size. Choose the one where the loss has stopped falling fast."""
+    """The first step with this size, counted from 0. Choose the one where the loss has stopped falling fast."""
     size: int
     """Sequences in a step. Raise it over the run: late steps gain more from large batches."""
 
@@ -145,7 +145,7 @@ class Profile:
     """A trace of a few steps, for Perfetto or XProf."""
 
     start: int
-    """The first step that is traced. Choose one after the first few, which compile and warm up."""
+    """The first step that is traced, counted from 0. Choose one after the first few, which compile and warm up."""
     steps: int = 2
     """How many steps are traced. Raise it if steps differ from each other."""
 

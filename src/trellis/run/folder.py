@@ -36,8 +36,8 @@ def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
 
 def check_path(folder: Path) -> None:
     """Refuses a folder that no run can have: its checkpoints are written and found under names in UTF-8."""
-    fix = "rename it, or use another --run-dir"
-    check_utf8(str(folder.absolute()), "The path of a run's folder is UTF-8.", str(folder), fix)
+    shown, fix = str(folder).encode(errors="replace").decode(), "rename it, or use another --run-dir"
+    check_utf8(str(folder.absolute()), "The path of a run's folder is UTF-8.", shown, fix)
 
 
 def has_begun(folder: Path) -> bool:
