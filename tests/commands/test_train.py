@@ -86,7 +86,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, tmp_path, capsys)
                 "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
                 "batch_size=7 over data=8",
                 "batch_size",
-                "use --batch_size 8, or --devices or --mesh sizes that divide it",
+                "use --batch_size 8, or --mesh sizes or a number of devices that divide it",
             ],
         ),
         (
@@ -95,7 +95,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, tmp_path, capsys)
                 "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
                 "batch_size=18 over data=4 x microbatches=3 = 12",
                 "batch_size",
-                "use --batch_size 12 or 24, or --devices or --mesh sizes that divide it",
+                "use --batch_size 12 or 24, or --mesh sizes or a number of devices that divide it",
             ],
         ),
         (
@@ -104,7 +104,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, tmp_path, capsys)
                 "A sequence is split evenly over the mesh axes of `pos`.",
                 "data.sequence_length=31 over context=2",
                 "data.sequence_length",
-                "use --data.sequence_length 30 or 32, or --devices or --mesh sizes that divide it",
+                "use --data.sequence_length 30 or 32, or --mesh sizes or a number of devices that divide it",
             ],
         ),
         (
@@ -135,7 +135,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, tmp_path, capsys)
                 "Mesh axes divide what they slice.",
                 "model.embed=30 over data=4",
                 "model.embed",
-                "use --model.embed 28 or 32, or --devices or --mesh sizes that divide it",
+                "use --model.embed 28 or 32, or --mesh sizes or a number of devices that divide it",
             ],
         ),
         (

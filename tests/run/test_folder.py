@@ -76,7 +76,7 @@ def test_a_batch_that_does_not_divide_is_mended_by_the_mesh_where_a_run_goes_on(
         layout_of(tiny(), jax.devices()[:3])
     going_on = "use --devices or --mesh sizes that divide it: a run that goes on keeps its batch_size"
     assert error.value.fix == (
-        going_on if begun else "use --batch_size 6 or 9, or --devices or --mesh sizes that divide it"
+        going_on if begun else "use --batch_size 6 or 9, or --mesh sizes or a number of devices that divide it"
     )
 
 
