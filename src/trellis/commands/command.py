@@ -51,7 +51,7 @@ def whole(least: int | None = None, most: int = 2**31 - 1) -> Callable[[str], in
             raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
         if not (-most if least is None else least) <= value <= most:
             bounds = f"{most:,} at most" if least is None or value > most else f"{least} or more"
-            raise argparse.ArgumentTypeError(f"{text} is not within bounds, {bounds}")
+            raise argparse.ArgumentTypeError(f"{text} is out of bounds: use {bounds}")
         return value
 
     return parse
@@ -62,7 +62,7 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         if (value := getattr(args, name.replace("-", "_"))) is not None and value < 1:
             seen = f"{name}={value}"
-            raise UserError("A count is 1 or more.", seen=seen, where=f"--{name}", fix="use 1 or more")
+            raise UserError("A count must be 1 or more.", seen=seen, where=f"--{name}", fix="use 1 or more")
 
 
 def called() -> str:
