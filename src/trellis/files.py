@@ -8,10 +8,24 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trellis.errors import UserError
+
 
 def cache_folder(name: str) -> Path:
     """One of Trellis's folders in the user's cache: `compiled`, `data`, `measured` or `plan`. It need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trellis" / name
+
+
+def check_utf8(text: str, rule: str, where: str, fix: str = "write it in UTF-8") -> None:
+    """Refuses text that held bytes other than UTF-8 when Python took it from a command line or from a file's name.
+
+    Raises:
+        UserError: with the rule.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(rule, seen=repr(text), where=where, fix=fix) from None
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import weakref
 
@@ -141,6 +142,17 @@ def test_refusals(run_folder, tmp_path, capsys):
         there = refused(capsys, "generate", str(run_folder), "--temperature", "0", f"--{name}", value)
         assert f"seen:  {name}={value}, temperature=0: it has no effect" in there
     assert "`temperature` must be 0 or more." in refused(capsys, "generate", str(run_folder), "--temperature", "-1")
+    assert "seen:  '\\udcff'\n  where: --prompt" in refused(
+        capsys, "generate", str(run_folder), "--prompt", os.fsdecode(b"\xff")
+    )
+    for command, option, value in (
+        ("generate", "--top-k", "0"),
+        ("generate", "--top-p", "2"),
+        ("generate", "--temperature", "nan"),
+        ("evaluate", "--batches", "0"),
+        ("evaluate", "--devices", "0"),
+    ):
+        assert f"  where: {option}\n" in refused(capsys, command, str(run_folder), option, value)
     there = refused(capsys, "evaluate", str(run_folder), "--devices", "3")
     assert (
         "batch_size=8 over data=3\n  where: --devices\n  fix:   use --devices 1, or a number that divides it" in there

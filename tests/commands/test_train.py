@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 
 import jax
@@ -67,11 +68,13 @@ def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
     assert f"resume what is there: trellis train {folder}" in err
 
 
-def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
+def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, tmp_path, capsys):
     code, _, err = trellis(capsys, "train", run_file, "--run-dir", "gs://bucket/run")
     assert code == 2
     assert "A run's folder must be in a file system." in err and "seen:  gs://bucket/run" in err
     assert "where: --run-dir" in err and "fix:   mount the bucket (gcsfuse, s3fs) and use its folder" in err
+    code, _, err = trellis(capsys, "train", run_file, "--run-dir", tmp_path / os.fsdecode(b"a\xff"))
+    assert code == 2 and "The path of a run's folder must be valid UTF-8." in err and not any(tmp_path.glob("a*"))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
                 "The batch must split evenly over the mesh axes of `batch` and into microbatches.",
                 "batch_size=7 over data=8",
                 "batch_size",
-                "use --batch_size 8",
+                "use --batch_size 8, or --mesh sizes or a number of devices that divide it",
             ],
         ),
         (
@@ -92,7 +95,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
                 "The batch must split evenly over the mesh axes of `batch` and into microbatches.",
                 "batch_size=18 over data=4 x microbatches=3 = 12",
                 "batch_size",
-                "use --batch_size 12 or 24",
+                "use --batch_size 12 or 24, or --mesh sizes or a number of devices that divide it",
             ],
         ),
         (
@@ -101,7 +104,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
                 "A sequence must split evenly over the mesh axes of `pos`.",
                 "data.sequence_length=31 over context=2",
                 "data.sequence_length",
-                "use --data.sequence_length 30 or 32",
+                "use --data.sequence_length 30 or 32, or --mesh sizes or a number of devices that divide it",
             ],
         ),
         (
@@ -132,7 +135,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
                 "Mesh axes must divide the axis that they slice.",
                 "model.embed=30 over data=4",
                 "model.embed",
-                "use --model.embed 28 or 32",
+                "use --model.embed 28 or 32, or --mesh sizes or a number of devices that divide it",
             ],
         ),
         (

@@ -94,6 +94,19 @@ def test_limits_of_epochs_are_exact(stores, limits, weights, change):
         assert np.array_equal(index[source == s], np.arange(expected[s]))
 
 
+def test_a_source_whose_limit_gives_no_row_is_refused(stores):
+    mixture = Mixture(stores=stores, weights=ALL, max_epochs={"small": 0.001})
+    with pytest.raises(UserError) as raised:
+        rows_of(mixture)
+    count = -(-stores["small"].num_tokens // 16)
+    assert raised.value.rule == "A source of a mixture must be read for at least one row."
+    assert raised.value.seen == f"0.001 epochs of `small`, which has {count:,} rows"
+    least = float(raised.value.fix.split()[1])
+    mixture = Mixture(stores=stores, weights=ALL, max_epochs={"small": least})
+    source, _ = rows_of(mixture).locate(np.arange(4096))
+    assert np.count_nonzero(source == 2) == 1
+
+
 def test_a_source_with_a_limit_leaves_its_share_to_the_others(stores):
     mixture = Mixture(stores=stores, weights=ALL, max_epochs={"small": 1}, block=16)
     rows = rows_of(mixture)

@@ -419,6 +419,34 @@ def test_wrong_options(tmp_path, options, rule):
     assert raised.value.rule == rule
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "seen"),
+    [
+        ("a.jsonl", b'{"text": "b"}\n{"txt": "a"}\n', "no field 'text' among 'txt'"),
+        ("a.jsonl", b'{"text": "b"}\n{"text": ["a"]}\n', "field 'text' is list, not a string"),
+        ("a.txt", b"b\xff", "not UTF-8: byte 0xff at 1"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_is_told_alike_where_a_tokenizer_is_trained(tmp_path, name, content, seen):
+    (tmp_path / name).write_bytes(content)
+    told = []
+    for how in ({"use_bytes": True}, {"train_bpe": 300}):
+        with pytest.raises(UserError, match="Every document must be readable") as raised:
+            tokenize(tmp_path / name, tmp_path / "out", workers=0, **how)
+        assert raised.value.seen == seen and raised.value.where.startswith(f"{tmp_path / name}, line ")
+        told.append(str(raised.value))
+    assert told[0] == told[1]
+
+
+def test_documents_are_skipped_in_files_whose_names_are_not_utf8(tmp_path):
+    file = tmp_path / os.fsdecode(b"\xe9.jsonl")
+    file.write_bytes(b'{"text": "a"}\n{bad\n')
+    for how in ({"use_bytes": True}, {"train_bpe": 300}):
+        store = tokenize(file, tmp_path / "out", workers=0, on_error="skip", restart=True, **how)
+        assert store.num_documents == store.about["skipped"] == 1
+        assert "\\udce9.jsonl, line 2: not JSON" in store.about["skipped_examples"][0]
+
+
 def test_the_filter_functions_are_found():
     assert worker_module.load_function("json:dumps") is json.dumps
     assert worker_module.load_function("os:path.join") is os.path.join

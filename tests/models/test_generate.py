@@ -109,6 +109,21 @@ def test_choices():
     np.testing.assert_allclose(seen(temperature=0.5), np.array([25, 9, 2.25, 0.25]) / 36.5, atol=0.03)
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-38, 1e-30])
+def test_the_smallest_temperatures_take_the_likeliest(temperature):
+    logits = jax.random.normal(jax.random.key(0), (8, 50)).at[:, 3].set(-jnp.inf) * 30
+    for more in ({}, {"top_k": 5, "top_p": 0.9}):
+        tokens = choose(logits, jax.random.key(1), Sampling(temperature=temperature, **more))
+        np.testing.assert_array_equal(tokens, jnp.argmax(logits, -1))
+
+
+def test_the_largest_temperatures_choose_from_what_is_allowed():
+    logits = jnp.array([[3.0, -jnp.inf, 1.0, -jnp.inf]] * 100)
+    for temperature in (1e38, jnp.inf):
+        tokens = choose(logits, jax.random.key(0), Sampling(temperature=temperature))
+        assert set(tokens.tolist()) == {0, 2}
+
+
 class Letters:
     """A tokenizer of the letters from A on; A ends a document."""
 

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import os
 import re
 
 import pytest
@@ -245,3 +246,8 @@ def test_files_that_a_machine_that_went_down_left_damaged(folder, capsys):
         f"  where: {folder / 'about.json'}\n"
         "  fix:   remove the file: the page leaves it out, and a resumed run writes it again\n"
     )
+    assert main(["report", os.fsdecode(b"a\xff")]) == 2
+    assert "The path of a run's folder must be valid UTF-8." in capsys.readouterr().err
+    (folder / "about.json").write_text("[]")
+    assert main(["report", str(folder)]) == 2
+    assert "file about a run must be valid JSON.\n  seen:  list instead of an object\n" in capsys.readouterr().err

@@ -60,14 +60,14 @@ def change(**fields):
                 "The number of microbatches must divide the batch size.",
                 "batch_size=6, microbatches=4",
                 "batch_size",
-                "use a multiple of 4, as in 8",
+                "use a multiple of 4, as in 8, or --microbatches that divide the batch",
             ],
         ),
         (
             lambda: change(schedule=WSD(warmup_steps=12, decay_steps=10)),
             [
                 "The schedule's warmup and decay must fit into the run.",
-                "22 steps of wsd, steps=20",
+                "schedule.warmup_steps=12, schedule.decay_steps=10, steps=20",
                 "schedule",
                 "use --steps 22 or more, or shorten schedule.warmup_steps",
             ],

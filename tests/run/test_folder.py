@@ -1,6 +1,7 @@
 """A run's folder holds one run, and its corpus is what its configuration says."""
 
 import dataclasses
+import os
 import re
 
 import jax
@@ -13,7 +14,7 @@ from trellis.optim import AdamW
 from trellis.recipes import tiny
 from trellis.run.config import Evaluation
 from trellis.run.data import Data, MixturePart, MixtureSource, PartWeight, StoreSource
-from trellis.run.folder import alone, claim, new_folder, open_run, unchanged_if_refused
+from trellis.run.folder import alone, check_path, claim, new_folder, open_run, unchanged_if_refused
 from trellis.train.assemble import layout_of
 from trellis.train.corpus import open_corpus
 
@@ -51,7 +52,7 @@ def test_a_run_does_not_become_shorter_than_it_is(tmp_path):
     with pytest.raises(UserError, match="A run cannot end before its last checkpoint") as error:
         claim(tmp_path, dataclasses.replace(tiny(), steps=19), done=20)
     assert (error.value.seen, error.value.where) == ("steps=19 asked for, 20 done", str(tmp_path))
-    assert error.value.fix == "use --steps 21 or more, or a new --run-dir for a shorter run"
+    assert error.value.fix == "use --steps 20 or more, or a new --run-dir for a shorter run"
     assert open_run(tmp_path).steps == 20
 
 
@@ -77,7 +78,9 @@ def test_a_batch_that_does_not_divide_is_mended_by_the_mesh_where_a_run_goes_on(
     with pytest.raises(UserError, match="split evenly") as error, unchanged_if_refused(tmp_path):
         layout_of(tiny(), jax.devices()[:3])
     going_on = "use --devices or --mesh sizes that divide it: a resumed run keeps its batch_size"
-    assert error.value.fix == (going_on if begun else "use --batch_size 6 or 9")
+    assert error.value.fix == (
+        going_on if begun else "use --batch_size 6 or 9, or --mesh sizes or a number of devices that divide it"
+    )
 
 
 def test_a_new_folder_has_the_name_and_the_date(tmp_path):
@@ -86,6 +89,14 @@ def test_a_new_folder_has_the_name_and_the_date(tmp_path):
     folder.mkdir()
     taken = [new_folder(tiny(), tmp_path) for _ in range(2)]
     assert all(not path.exists() for path in taken)
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path):
+    folder = tmp_path / os.fsdecode(b"a\xff")
+    for opened in (check_path, open_run):
+        with pytest.raises(UserError, match="The path of a run's folder must be valid UTF-8") as error:
+            opened(folder)
+        assert error.value.seen == repr(str(folder)) and error.value.fix == "rename it, or use another --run-dir"
 
 
 def test_what_is_no_run_is_refused(tmp_path):

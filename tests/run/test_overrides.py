@@ -132,7 +132,7 @@ def test_a_file_replaces_parts_and_options_replace_both():
             [
                 "A field without a default must be set.",
                 "no `data.source.parts`",
-                "`data.source`",
+                "--data.source.kind",
                 "add data.source.parts: [{name: str, path: str, weight: float or "
                 "[{step: int, weight: float}, ...]}, ...]",
             ],
@@ -142,7 +142,7 @@ def test_a_file_replaces_parts_and_options_replace_both():
             [
                 "A field without a default must be set.",
                 "no `model.positions`, `model.dropout`, `model.scale_by_inverse_layer`, `model.upcast_attention`",
-                "`model`",
+                "--model.family",
                 "add model.positions: int, model.dropout: float, model.scale_by_inverse_layer: bool, "
                 "model.upcast_attention: bool",
             ],
@@ -189,8 +189,35 @@ def test_a_file_replaces_parts_and_options_replace_both():
             [
                 "The number of microbatches must divide the batch size.",
                 "batch_size=8, microbatches=3",
-                "`batch_size`",
-                "use a multiple of 3, as in 9",
+                "--microbatches",
+                "use a multiple of 3, as in 9, or --microbatches that divide the batch",
+            ],
+        ),
+        (
+            {"model.heads": "3"},
+            [
+                "`heads` must be divisible by `kv_heads`.",
+                "heads=3, kv_heads=2",
+                "--model.heads",
+                "make kv_heads a divisor of 3, or heads a multiple of 2",
+            ],
+        ),
+        (
+            {"schedule.warmup_steps": "21"},
+            [
+                "The schedule's warmup and decay must fit into the run.",
+                "schedule.warmup_steps=21, steps=20",
+                "--schedule.warmup_steps",
+                "use --steps 21 or more, or shorten schedule.warmup_steps",
+            ],
+        ),
+        (
+            {"profile.steps": "3"},
+            [
+                "A field without a default must be set.",
+                "no `profile.start`",
+                "--profile.steps",
+                "add profile.start: int",
             ],
         ),
     ],

@@ -1,4 +1,6 @@
 import dataclasses
+import math
+import os
 import pickle
 from collections.abc import Mapping
 from typing import Literal
@@ -149,6 +151,19 @@ def test_numbers_as_yaml_writes_them():
         (
             {"name": "x", "shape": {"kind": "circle", "radius": 1}, "scale": "big"},
             ["`scale` must be of type float or null.", "'big' (str)", "`scale`", "write a number, as in 0.001"],
+        ),
+        (
+            {"name": "x", "shape": {"kind": "circle", "radius": 1}, "scale": math.nan},
+            [
+                "A number must fit in float32: 0, or a magnitude from 1.2e-38 to 3.4e+38.",
+                "nan",
+                "`scale`",
+                "use a number in that range; to turn something off, use null where the field allows it",
+            ],
+        ),
+        (
+            {"name": os.fsdecode(b"x\xff"), "shape": {"kind": "circle", "radius": 1}},
+            ["Text must be valid UTF-8.", r"'x\udcff'", "`name`", "write it in UTF-8"],
         ),
     ],
 )

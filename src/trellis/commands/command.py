@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from trellis.errors import UserError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
@@ -53,6 +55,14 @@ def whole(least: int | None = None, most: int = 2**31 - 1) -> Callable[[str], in
         return value
 
     return parse
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    """Refuses options, by name, that count something and are below 1. None is not a value."""
+    for name in names:
+        if (value := getattr(args, name.replace("-", "_"))) is not None and value < 1:
+            seen = f"{name}={value}"
+            raise UserError("A count must be 1 or more.", seen=seen, where=f"--{name}", fix="use 1 or more")
 
 
 def called() -> str:

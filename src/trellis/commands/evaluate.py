@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trellis.commands.command import Command, whole
+from trellis.commands.command import Command, check_counts, whole
 from trellis.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.train.evaluation import Evaluator
     from trellis.train.restoring import open_checkpoint, restore_model
 
+    check_counts(args, "devices", "batches")
     folder = Path(args.folder)
     run, chosen = open_checkpoint(folder, args.step)
     run = run if args.devices is None else _in_one_row(run, args.devices)

@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from trellis.commands.command import Command, whole
+from trellis.commands.command import Command, check_counts, whole
 from trellis.errors import UserError
+from trellis.files import check_utf8
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +18,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, default=0.8, metavar="T", help="0 takes the most likely token (default: 0.8)"
     )
     parser.add_argument(
-        "--top-k", type=whole(), metavar="K", help="choose from the K most likely tokens (default: all)"
+        "--top-k",
+        type=whole(),
+        metavar="K",
+        help="choose from the K most likely tokens, or all if fewer (default: all)",
     )
     parser.add_argument(
         "--top-p",
@@ -41,10 +45,8 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.train.restoring import for_use, model_in_use, open_checkpoint, restore_model, tokenizer_of
 
     folder = Path(args.folder)
-    for name in ("tokens", "samples", "devices"):
-        if getattr(args, name) < 1:
-            seen = f"{name}={getattr(args, name)}"
-            raise UserError("A count must be 1 or more.", seen=seen, where=f"--{name}", fix="use 1 or more")
+    check_counts(args, "tokens", "samples", "devices", "top-k")
+    check_utf8(args.prompt, "A prompt must be valid UTF-8.", "--prompt")
     if args.temperature == 0:
         given = {"top-k": args.top_k, "top-p": args.top_p, "samples": args.samples if args.samples > 1 else None}
         for name, value in given.items():
@@ -52,7 +54,11 @@ def execute(args: argparse.Namespace) -> int:
                 rule = "With temperature 0, the most likely of all tokens is taken, and all texts are the same."
                 seen, fix = f"{name}={value}, temperature=0: it has no effect", "leave it out, or use --temperature 0.8"
                 raise UserError(rule, seen=seen, where=f"--{name}", fix=fix)
-    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    try:
+        sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    except UserError as error:
+        where = f"--{error.where.replace('_', '-')}"
+        raise UserError(error.rule, seen=error.seen, where=where, fix=error.fix) from None
     run, step = open_checkpoint(folder, args.step)
     run = for_use(run, args.devices)
     use_persistent_cache()

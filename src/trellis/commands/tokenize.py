@@ -5,6 +5,7 @@ import sys
 
 from trellis.commands.command import Command, whole
 from trellis.errors import UserError
+from trellis.files import check_utf8
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +68,7 @@ def execute(args: argparse.Namespace) -> int:
     """`trellis tokenize`."""
     from trellis.data.tokenizing.tokenize import TRAIN_BYTES, tokenize
 
+    check_utf8(args.end_of_document or "", "A token must be valid UTF-8.", "--end-of-document")
     if args.train_bytes is not None and args.train_bpe is None:
         raise _unheeded("train-bytes", args.train_bytes, "an existing tokenizer", "use --train-bpe N")
     store = tokenize(
@@ -128,10 +130,12 @@ def _unescaped(text: str) -> str:
     '—\n'
     """
     try:
-        return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+        found = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
     except UnicodeDecodeError as error:
         rule, fix = "A separator must be text with valid Python escapes.", r"write \\ for a backslash"
         raise UserError(rule, seen=f"`{text}`: {error.reason}", where="--separator", fix=fix) from None
+    check_utf8(found, "A separator must be valid UTF-8.", "--separator")
+    return found
 
 
 def _unheeded(name: str, value: object, of: str, fix: str) -> UserError:

@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """`trellis train`."""
     from trellis.checkpoints.checkpoints import finished_steps, told_of_last_good
-    from trellis.run.folder import alone, claim, has_begun, new_folder, unchanged_if_refused
+    from trellis.run.folder import alone, check_path, claim, has_begun, new_folder, unchanged_if_refused
     from trellis.run.unheeded import check_given
     from trellis.train.choices import as_it_began, choose
     from trellis.train.compilation import use_persistent_cache
@@ -67,6 +67,7 @@ def execute(args: argparse.Namespace) -> int:
             where="--run-dir",
             fix="mount the bucket (gcsfuse, s3fs) and use its folder; only token stores can be URLs",
         )
+    check_path(folder := Path(args.run_dir) if args.run_dir else resumed or new_folder(run))
     if args.until is not None and args.until < 0:
         fix = "use --until 0 for the first checkpoint only"
         raise UserError("`--until` must be 0 or more.", seen=args.until, where="--until", fix=fix)
@@ -77,7 +78,6 @@ def execute(args: argparse.Namespace) -> int:
             where="--until",
             fix=f"leave it out, or use --steps {args.until} for more steps",
         )
-    folder = Path(args.run_dir) if args.run_dir else resumed or new_folder(run)
     done = lambda: max(finished_steps(folder / "checkpoints"), default=0)
     with (
         alone(folder) if is_first() else contextlib.nullcontext(),

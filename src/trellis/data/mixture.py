@@ -32,7 +32,7 @@ class Mixture:
         stores: the sources.
         weights: one weight a source, or a list of (first step, weights) from step 0 on. Only ratios matter.
         max_epochs: for sources that may be read only so many times, 1.5 for one and a half; after that the others
-            divide their share.
+            divide their share. It must be enough for a row.
         validation: held-out stores, under the same names or others ("web/c4": slashes make groups).
         block: rows over which the shares are kept: after any number of blocks each source has its share to within half
             a row, and the one with the largest share takes what the rounding leaves.
@@ -127,6 +127,13 @@ class Mixture:
         for name, rows in zip(names, sources, strict=True):
             epochs = self.max_epochs.get(name, max_epochs)
             limits.append(None if epochs is None else round(epochs * rows.num_rows))
+            if limits[-1] == 0:
+                raise UserError(
+                    "A source of a mixture must be read for at least one row.",
+                    seen=f"{epochs:g} epochs of `{name}`, which has {rows.num_rows:,} rows",
+                    where=f"the epochs of `{name}`",
+                    fix=f"use {1 / rows.num_rows:.2g} or more, or leave the source out",
+                )
         starts = [(sizes.first_row(step), [Fraction(str(w.get(n, 0))) for n in names]) for step, w in self.schedule]
         return MixtureRows(sources, starts, limits, block=self.block, seed=seed)
 

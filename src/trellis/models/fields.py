@@ -73,7 +73,7 @@ def check_key_heads(config) -> None:
             "`heads` must be divisible by `kv_heads`.",
             seen=f"heads={config.heads}, kv_heads={config.kv_heads}",
             where="model.kv_heads",
-            fix=f"make kv_heads a divisor of {config.heads}",
+            fix=f"make kv_heads a divisor of {config.heads}, or heads a multiple of {config.kv_heads}",
         )
     if config.head_dim % 2:
         raise UserError(

@@ -23,7 +23,7 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 takes the largest.
-        top_k: keeps this many of the largest; None keeps all.
+        top_k: keeps this many of the largest, or all if there are fewer; None keeps all.
         top_p: keeps the largest whose probabilities add up to this (Holtzman et al., 2019, arXiv:1904.09751).
     """
 
@@ -299,11 +299,13 @@ def choose(logits: jax.Array, key, sampling: Sampling) -> jax.Array:
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
     size = logits.shape[-1]
     if sampling.top_k is not None and sampling.top_k < size:
         least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
+    # The largest becomes 0, which stays finite, and the temperature a number that float32 can also divide by.
+    temperature = min(max(sampling.temperature, 1e-37), 1e37)
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     if sampling.top_p is not None and sampling.top_p < 1:
         falling = jnp.sort(logits, axis=-1, descending=True)
         shares = jax.nn.softmax(falling, axis=-1)

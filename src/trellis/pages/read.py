@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trellis.errors import UserError
+from trellis.run.folder import check_path
 from trellis.train.timeline import read_events
 from trellis.train.trackers import read_lines
 
@@ -39,6 +40,7 @@ def read_folder(folder: Path) -> RunFolder:
     Raises:
         UserError: it holds no metrics, or damaged files.
     """
+    check_path(folder)
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(
             "The folder of a run must contain its metrics.",
@@ -64,6 +66,8 @@ def _text(path: Path) -> str:
 def _about(path: Path) -> dict[str, Any]:
     try:
         about = json.loads(_text(path) or "{}")
+        if not isinstance(about, dict):
+            raise ValueError(f"{type(about).__name__} instead of an object")
     except ValueError as error:
         raise UserError(
             "The file about a run must be valid JSON.",

@@ -27,7 +27,7 @@ class BatchSize:
     """The number of sequences in a step, from one step on."""
 
     step: int
-    """The first step with this size. Choose the one where the loss has stopped falling fast."""
+    """The first step with this size, counted from 0. Choose the one where the loss has stopped falling fast."""
     size: int
     """Sequences in a step. Raise it over the run: late steps gain more from large batches."""
 
@@ -145,7 +145,7 @@ class Profile:
     """A trace of a few steps, for Perfetto or XProf."""
 
     start: int
-    """The first step that is traced. Choose one after the first few, which compile and warm up."""
+    """The first step that is traced, counted from 0. Choose one after the first few, which compile and warm up."""
     steps: int = 2
     """How many steps are traced. Raise it if steps differ from each other."""
 
@@ -377,7 +377,8 @@ class Run:
                     "The number of microbatches must divide the batch size.",
                     seen=f"batch_size={size}, microbatches={parts}",
                     where="batch_size",
-                    fix=f"use a multiple of {parts}, as in {-(-max(size, 1) // parts) * parts}",
+                    fix=f"use a multiple of {parts}, as in {-(-max(size, 1) // parts) * parts}, or --microbatches that "
+                    "divide the batch",
                 )
 
     def _check_weights(self) -> None:
@@ -394,11 +395,13 @@ class Run:
 
     def _check_schedule(self) -> None:
         warmup = self.schedule.warmup_steps
-        needed = warmup + (self.schedule.decay_steps if isinstance(self.schedule, WSD) else 0)
+        decay = self.schedule.decay_steps if isinstance(self.schedule, WSD) else 0
+        needed = warmup + decay
         if needed > self.steps and not isinstance(self.schedule, Constant | InverseSqrt):
             raise UserError(
                 "The schedule's warmup and decay must fit into the run.",
-                seen=f"{needed} steps of {self.schedule.kind}, steps={self.steps}",
+                seen=f"schedule.warmup_steps={warmup}{f', schedule.decay_steps={decay}' * bool(decay)}, "
+                f"steps={self.steps}",
                 where="schedule",
                 fix=f"use --steps {needed} or more, or shorten schedule.warmup_steps",
             )

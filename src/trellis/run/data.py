@@ -38,7 +38,7 @@ class PartWeight:
     """A source's share of a mixture, from one step on."""
 
     step: int
-    """The first step with this weight. Choose the one at which the mixture is to change."""
+    """The first step with this weight, counted from 0. Choose the one at which the mixture is to change."""
     weight: float
     """The share, relative to the others' at the same step. Raise it for texts that late steps should see more of."""
 
@@ -58,8 +58,8 @@ class MixturePart:
     """Share of the tokens, relative to the other parts'; or a list of {step, weight}. Raise it for texts that should
     count for more than their size."""
     epochs: float | None = None
-    """Passes over the source after which it is left out; null repeats it for as long as the run lasts. Set it for small
-    sources that would be learned by heart."""
+    """Passes over the source after which it is left out, enough for a row at least; null repeats it for as long as the
+    run lasts. Set it for small sources that would be learned by heart."""
     validation: str | None = None
     """The store that validation reads; null means none. Give one to see whether the model learns more than its text."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trellis.errors import TrellisError, UserError, shortened
+from trellis.files import check_utf8
 from trellis.run.config import Distributed, Run
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import plain
@@ -31,6 +32,12 @@ def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
     return folder
+
+
+def check_path(folder: Path) -> None:
+    """Refuses a folder that no run can have: its checkpoints are written and found under names in UTF-8."""
+    shown, fix = str(folder).encode(errors="replace").decode(), "rename it, or use another --run-dir"
+    check_utf8(str(folder.absolute()), "The path of a run's folder must be valid UTF-8.", shown, fix)
 
 
 def has_begun(folder: Path) -> bool:
@@ -68,7 +75,7 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
             "A run cannot end before its last checkpoint.",
             seen=f"steps={run.steps} asked for, {done} done",
             where=str(folder),
-            fix=f"use --steps {done + 1} or more, or a new --run-dir for a shorter run",
+            fix=f"use --steps {done} or more, or a new --run-dir for a shorter run",
         )
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,6 +169,7 @@ def open_run(folder: Path) -> Run:
     Raises:
         UserError: the folder is not a run's.
     """
+    check_path(folder)
     path = folder / "run.yaml"
     if not path.is_file():
         raise UserError(

@@ -20,7 +20,8 @@ class SequenceLength:
     """Another sequence length, from one step on."""
 
     step: int
-    """The first step with this length. Choose the one where the loss on short sequences falls slowly."""
+    """The first step with this length, counted from 0. Choose the one where the loss on short sequences falls
+    slowly."""
     length: int
     """Tokens in a sequence. Raise it over the run: early steps learn as much from short sequences, which cost less."""
     batch_size: int | None = None

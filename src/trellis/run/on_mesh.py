@@ -103,7 +103,7 @@ def _check_divides(rule: str, field: str, size: int, parts: Mapping[str, int]) -
             rule,
             seen=f"{field}={size} over {' x '.join(f'{name}={n}' for name, n in parts.items())}{total}",
             where=field,
-            fix=f"use --{field} {' or '.join(map(str, near))}",
+            fix=f"use --{field} {' or '.join(map(str, near))}, or --mesh sizes or a number of devices that divide it",
         )
 
 

@@ -26,12 +26,15 @@ def resolve(
     Raises:
         UserError: something does not fit the types or is not known; the message makes a suggestion.
     """
-    options = dict(options or {})
-    data = overridden(kind, merge(kind, plain(base) if base is not None else {}, patch or {}), options)
+    texts = dict(options or {})
+    data = overridden(kind, merge(kind, plain(base) if base is not None else {}, patch or {}), texts)
 
-    def origin(path: str) -> str:
-        option = next((o for o in options if path == o or path.startswith(f"{o}.")), None)
-        return f"--{option}" if option else f"`{path}` in {source}" if source else f"`{path}`"
+    def origin(*paths: str) -> str:
+        set_by = [o for path in paths for o in texts if path == o or path.startswith(f"{o}.")]
+        set_in_part = [o for o in texts if o.startswith(f"{paths[0]}.")]
+        for option in (*set_by, *set_in_part):
+            return f"--{option}"
+        return f"`{paths[0]}` in {source}" if source else f"`{paths[0]}`"
 
     return build(kind, data, origin=origin)
 
@@ -131,7 +134,7 @@ def _put(kind: Any, data: Any, names: list[str], text: str, option: str, root: A
     if tagged := variants(kind):
         if [head] == names and head == tag_field(tagged):
             if text not in tagged:  # refused here: other options depend on it
-                build(kind, {head: text}, option.rpartition(".")[0], origin=lambda _: f"--{option}")
+                build(kind, {head: text}, option.rpartition(".")[0], origin=lambda *_: f"--{option}")
             return merge(kind, data, {head: text})
     if cls := variant_in(kind, data if isinstance(data, Mapping) else {}):
         if head not in (fields := fields_of(cls)):

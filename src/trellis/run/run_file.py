@@ -48,7 +48,7 @@ def read_run(path: Path) -> Run:
             fix="use the copy that is in each checkpoint",
         ) from None
     try:
-        return build(Run, found, origin=lambda name: f"`{name}` in {path}")
+        return build(Run, found, origin=lambda name, *_: f"`{name}` in {path}")
     except UserError as error:
         if str(path) in error.where:
             raise

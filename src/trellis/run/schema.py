@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import textwrap
 import types
 import typing
@@ -19,6 +20,12 @@ from trellis.errors import UserError, did_you_mean, shortened
 from trellis.frozen import FrozenMap
 
 REQUIRED = dataclasses.MISSING
+# Says where the value at a dotted path came from; with further paths, those of values that it does not go with.
+Origin = Callable[..., str]
+
+
+class _OutOfRange(UserError):
+    """A value has its field's type and is none that a run can hold."""
 
 
 class Field(NamedTuple):
@@ -149,14 +156,14 @@ def _join(path: str, name: object) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def build(kind: Any, data: Any, path: str = "", origin: Callable[[str], str] = lambda path: f"`{path}`") -> Any:
+def build(kind: Any, data: Any, path: str = "", origin: Origin = lambda path, *_: f"`{path}`") -> Any:
     """A value of type `kind` from plain data.
 
     Args:
         kind: a dataclass, or any type that a field may have.
         data: dictionaries, lists and scalars, as YAML gives them.
         path: the dotted path of the data, for messages.
-        origin: says where the value at a dotted path came from.
+        origin: says where a value came from.
 
     Raises:
         UserError: a key is unknown or missing, a value has another type, or a constraint of the dataclass does not
@@ -195,7 +202,7 @@ _MOST_WHOLE = 2**31 - 1
 _LEAST_NUMBER, _MOST_NUMBER = 1.2e-38, 3.4e38
 
 
-def _within_range(data: Any, path: str, origin: Callable[[str], str]) -> Any:
+def _within_range(data: Any, path: str, origin: Origin) -> Any:
     if isinstance(data, int) and abs(data) > _MOST_WHOLE:
         rule, fix = (
             f"A whole number must fit in 31 bits: its magnitude can be at most {_MOST_WHOLE:,}.",
@@ -206,9 +213,11 @@ def _within_range(data: Any, path: str, origin: Callable[[str], str]) -> Any:
         fix = "use a number in that range; to turn something off, use null where the field allows it"
     elif isinstance(data, str) and "\0" in data:
         rule, fix = "Text cannot contain a NUL byte.", "remove it"
+    elif isinstance(data, str) and re.search("[\ud800-\udfff]", data):  # what Python makes of bytes that are not UTF-8
+        rule, fix = "Text must be valid UTF-8.", "write it in UTF-8"
     else:
         return data
-    raise UserError(rule, seen=shortened(repr(data), 80), where=origin(path), fix=fix)
+    raise _OutOfRange(rule, seen=shortened(repr(data), 80), where=origin(path), fix=fix)
 
 
 _EXAMPLES = {
@@ -219,7 +228,7 @@ _EXAMPLES = {
 }
 
 
-def _wrong(kind: Any, data: Any, path: str, origin: Callable[[str], str], fix: str = "") -> UserError:
+def _wrong(kind: Any, data: Any, path: str, origin: Origin, fix: str = "") -> UserError:
     seen = "null" if data is None else f"{shortened(repr(data), 80)} ({type(data).__name__})"
     rule = f"`{path}` must be {'one of' if typing.get_origin(kind) is Literal else 'of type'} {show(kind)}."
     if isinstance(data, str) and variants(kind):
@@ -230,7 +239,7 @@ def _wrong(kind: Any, data: Any, path: str, origin: Callable[[str], str], fix: s
     return UserError(rule, seen=seen, where=origin(path), fix=fix or " or ".join(choices) or f"write {_written(kind)}")
 
 
-def _build_union(kind: Any, data: Any, path: str, origin: Callable[[str], str]) -> Any:
+def _build_union(kind: Any, data: Any, path: str, origin: Origin) -> Any:
     tagged = variants(kind)
     if isinstance(data, Mapping) and tagged:
         if cls := variant_in(kind, data):
@@ -243,6 +252,8 @@ def _build_union(kind: Any, data: Any, path: str, origin: Callable[[str], str]) 
     for member in fitting:
         try:
             return build(member, data, path, origin)
+        except _OutOfRange:
+            raise
         except UserError:
             if len(fitting) == 1 and _shape(member) is not str:
                 raise  # it is the union's only list, or map: what is wrong is inside
@@ -257,7 +268,7 @@ def _shape(kind: Any) -> type:
     return list if base in (list, tuple) else type(None) if base in (None, type(None)) else str
 
 
-def _build_dataclass(cls: type, data: Any, path: str, origin: Callable[[str], str]) -> Any:
+def _build_dataclass(cls: type, data: Any, path: str, origin: Origin) -> Any:
     if type(data) is cls:
         return data
     if not isinstance(data, Mapping):
@@ -284,8 +295,9 @@ def _build_dataclass(cls: type, data: Any, path: str, origin: Callable[[str], st
     try:
         return cls(**values)
     except UserError as error:  # a constraint of the dataclass, which does not know its own path
-        where = origin(error.where if error.where.startswith(f"{path}.") else _join(path, error.where))
-        raise UserError(error.rule, seen=error.seen, where=where, fix=error.fix) from None
+        first = error.where if error.where.startswith(f"{path}.") else _join(path, error.where)
+        others = [_join(path, name) for name in re.findall(r"([\w.]+)=", error.seen)]
+        raise UserError(error.rule, seen=error.seen, where=origin(first, *others), fix=error.fix) from None
 
 
 def at_least(bound: int, **values: float | None) -> None:

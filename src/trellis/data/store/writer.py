@@ -151,7 +151,7 @@ class StoreWriter:
         """Counts a document that was left out; the first ten are recorded."""
         self._counts["skipped"] += 1
         if len(self._examples) < 10:
-            self._examples.append(example)
+            self._examples.append(example.encode(errors="backslashreplace").decode())  # names need not be UTF-8
 
     @property
     def counts(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from trellis.cores import usable_cores
-from trellis.data.blocks import Block, Encoded, Job
+from trellis.data.blocks import Block, Job
 from trellis.data.order.permutation import mix64
 from trellis.data.storage import open_folder
 from trellis.data.store.store import Store
@@ -140,7 +140,7 @@ def tokenize(
         if writer.tokenizer is not None:
             tokenizer = writer.tokenizer
         elif tokenizer is None:
-            tokenizer = _train(source, train_bpe, train_bytes, job, progress)
+            tokenizer = _train(source, train_bpe, train_bytes, job, on_error, progress)
         writer.describe(
             tokenizer,
             chunk_tokens=chunk_tokens,
@@ -162,7 +162,7 @@ def _run(source, writer, pool, on_error, commit_seconds, *, all_fields, bar):
     committed = time.monotonic()
     for block, encoded in pool.encode(_blocks(source, writer.cursor, all_fields)):
         if encoded.errors:
-            _complain(block, encoded, on_error, writer)
+            _complain(block, encoded.errors, on_error, writer)
         writer.append(block, encoded)
         bar.update(block, encoded, writer)
         if time.monotonic() - committed >= commit_seconds:
@@ -180,12 +180,14 @@ def _blocks(source, cursor, all_fields) -> Iterator[Block]:
             yield block
 
 
-def _complain(block, encoded: Encoded, on_error, writer):
-    number, problem = encoded.errors[0]
+def _complain(block, errors, on_error, writer=None):
+    """Refuses a block with documents that cannot be read, or has the writer, if there is one yet, count them."""
+    number, problem = errors[0]
     unit = "record" if block.kind == "records" else "line"
     part_of_text = block.kind == "piece" and not (block.closed and block.first == 1)
     if on_error == "fail" or part_of_text:
-        writer.commit()
+        if writer is not None:
+            writer.commit()
         raise UserError(
             "Every document must be readable.",
             seen=problem,
@@ -194,7 +196,7 @@ def _complain(block, encoded: Encoded, on_error, writer):
             if part_of_text
             else "fix the document, or skip such documents with --on-error skip",
         )
-    for number, problem in encoded.errors:
+    for number, problem in errors if writer is not None else ():
         writer.skip(f"{block.name}, {unit} {number}: {problem}")
 
 
@@ -215,7 +217,7 @@ def _pool(job: Job, workers: int | str | None):
     return LocalPool(job, workers)
 
 
-def _train(source, vocab_size, train_bytes, job, progress) -> Tokenizer:
+def _train(source, vocab_size, train_bytes, job, on_error, progress) -> Tokenizer:
     total = sum(file.size or 0 for file in source.files)
     share = min(1.0, train_bytes / total) if total else 1.0
     threshold = int(share * (2**64 - 1))
@@ -226,7 +228,9 @@ def _train(source, vocab_size, train_bytes, job, progress) -> Tokenizer:
         nonlocal empty
         seen = 0
         for block in _blocks(source, (0, 0, 1), job.filter is not None):
-            batch = encoder.texts(block)
+            batch, errors = encoder.texts(block)
+            if errors:
+                _complain(block, errors, on_error)
             keys = mix64(np.arange(seen, seen + len(batch), dtype=np.uint64))
             seen += len(batch)
             chosen = [text for text, key in zip(batch, keys, strict=True) if int(key) <= threshold]

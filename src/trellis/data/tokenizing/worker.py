@@ -56,17 +56,20 @@ class Encoder:
             sorted(errors),
         )
 
-    def texts(self, block: Block) -> list[str]:
-        """The texts of a block's documents, for training a tokenizer; those that cannot be read are left out."""
-        numbers, records = self._records(block, [])
+    def texts(self, block: Block) -> tuple[list[str], list[tuple[int, str]]]:
+        """The texts of a block's documents, for training a tokenizer, and what is wrong with those without one."""
+        errors: list[tuple[int, str]] = []
+        numbers, records = self._records(block, errors)
         texts = []
         for number, record in zip(numbers, records, strict=True):
             if not self._wanted(record, block.name, number):
                 continue
             text, problem = self._text(record)
-            if not problem:
+            if problem:
+                errors.append((number, problem))
+            else:
                 texts.extend([m["content"] for m in text] if self._job.chat else [text])
-        return texts
+        return texts, sorted(errors)
 
     def _wanted(self, record, name, number):
         if self._filter is None:
