@@ -42,8 +42,8 @@ from trellis.program.reading import Program
 def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection[str] | None" = None) -> Callable:
     """Runs a function on each device's slices; the annotations say what is sliced over what.
 
-    Arguments and the result are annotated arrays, named arrays, structs,
-    stacks, or containers of these. Inside, an array is one device's slice, but
+    Arguments and the result are annotated arrays, named arrays, structs or
+    other dataclasses, named tuples, stacks, or containers of these. Inside, an array is one device's slice, but
     its type keeps the whole sizes: a name has one length in the call, and the
     texts of `einsum`, `reshard` and the other verbs are checked against it.
 
@@ -327,7 +327,7 @@ class _Call:
             result = self.fn(*bound.args, **bound.kwargs)
             place = f"result of `{self.name}`"
             out["tree"] = jax.tree.structure(result, is_leaf=is_typed_leaf)
-            out["leaves"] = typed_leaves(result, self.hints["return"], place)
+            out["leaves"] = [_number(leaf) for leaf in typed_leaves(result, self.hints["return"], place)]
             for leaf in out["leaves"]:
                 if leaf.kind is None and is_array(leaf.value):
                     raise TypeMismatch(
@@ -474,6 +474,9 @@ def _number(leaf: Leaf) -> Leaf:
     if leaf.kind is None or leaf.kind.shape.dims or not isinstance(leaf.value, bool | int | float):
         return leaf
     dtype = None if leaf.kind.dtype == "shaped" else DType(leaf.kind.dtype).jax
+    holds = {bool: jnp.generic, int: jnp.number}.get(type(leaf.value), jnp.inexact)
+    if dtype is not None and not jnp.issubdtype(dtype, holds):
+        return leaf
     return dataclasses.replace(leaf, value=jnp.asarray(leaf.value, dtype))
 
 
