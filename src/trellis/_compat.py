@@ -72,6 +72,14 @@ def maps_no_copies(error: BaseException) -> bool:
     return in_a_library(last.filename) or not (last.line or "").startswith("raise ")
 
 
+def of_groups(error: BaseException) -> bool:
+    """Whether JAX refused a collective among groups of devices, which it does without words in JAX 0.10.2 to 0.12.0."""
+    if not isinstance(error, NotImplementedError) or str(error):
+        return False
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    return last.f_locals.get("axis_index_groups") is not None
+
+
 def unknown_axis(error: BaseException, axes: Collection[str]) -> str | None:
     """The name that a collective of JAX was given and that is none of these mesh axes; None if the error has none.
 
@@ -152,6 +160,32 @@ def keep_mapped_axes_sharded() -> None:
         return original(ctx, mesh, manual_axes, aval.sharding.spec if typed else spec, aval)
 
     module._shardy_shard_map_sharding = sharding
+
+
+def scatter_beside_explicit_axes() -> None:
+    """Lets JAX's `psum_scatter`, and the gradient of its `all_gather`, be compiled where other mesh axes are explicit.
+
+    JAX 0.10.2 to 0.12.0 make the type of one number from the operand's, with its slices, and stop. If the private
+    function is missing, nothing changes.
+    """
+    import functools
+    import importlib
+
+    from jax.interpreters import mlir
+
+    module: Any = importlib.import_module("jax._src.lax.parallel")
+    original = getattr(module, "_reduce_scatter_lowering", None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def lowering(add, ctx, x, **named):
+        whole = lambda aval: aval.update(sharding=NamedSharding(aval.sharding.mesh, jax.P()))
+        inside = ctx.replace(avals_in=[*map(whole, ctx.avals_in)], avals_out=[*map(whole, ctx.avals_out)])
+        return original(add, inside, x, **named)
+
+    module._reduce_scatter_lowering = lowering
+    mlir.register_lowering(module.reduce_scatter_p, functools.partial(lowering, jax.lax.add_p))
 
 
 def choose_among_slices() -> None:

@@ -5,8 +5,8 @@ import os
 import re
 import traceback
 
-from trellis._compat import maps_no_copies
-from trellis.errors import TrellisError
+from trellis._compat import maps_no_copies, of_groups
+from trellis.errors import TrellisError, did_you_mean
 from trellis.frames import in_a_library
 from trellis.mesh.meshes import MeshError, mesh_text
 from trellis.notation import NotationError, PendingSumError, Shape, TypeMismatch
@@ -26,6 +26,8 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
     """Turns JAX's refusal of an operation on a pending sum or a copy into one in the notation; lets others pass."""
     text = str(error)
     line = error_line(error)
+    if of_groups(error):
+        raise NotationError(among_groups("one", line, bindings)) from error
     if maps_no_copies(error):
         raise NotationError(
             f"JAX cannot map over an operation that begins or ends a pending sum or a copy, got one under vmap, "
@@ -89,6 +91,28 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
         found.group(1) if found else "mul" if "bilinear" in text or "should be reduced" in text else "an operation"
     )
     raise PendingSumError(refusal(operation, axes, line, bindings)) from error
+
+
+def among_groups(operation: str, line: str, bindings: Bindings) -> str:
+    """The text of a refusal of a collective after which devices are not alike along its mesh axis."""
+    return (
+        f"a collective of a manual function goes along whole mesh axes, got {operation} with axis_index_groups, in "
+        f"`{bindings.function}`{line}: make two axes of that one in the mesh, and go along one of them"
+    )
+
+
+def not_along(name: str, function: str, mesh) -> str:
+    """The text of a refusal of a collective of JAX's along an axis that is not manual."""
+    if name in mesh.axis_names:
+        return (
+            f"a collective goes along manual axes, got '{name}', which is left to the surrounding program, in "
+            f"`{function}`: leave it out (a sum over a dimension that '{name}' slices is whole there), or add "
+            f"'{name}' to the axes of shard_map"
+        )
+    return (
+        f"a collective goes along axes of the mesh ({mesh_text(mesh)}), got {name!r}, in `{function}`: "
+        f"{did_you_mean(name, mesh.axis_names)}"
+    )
 
 
 def raise_of_call(error: Exception, name: str, mesh) -> None:

@@ -7,7 +7,7 @@ import jax
 from trellis.mesh.manual import ops
 from trellis.mesh.manual.refusals import settled
 from trellis.notation import Shape, TypeMismatch, typeof
-from trellis.notation.binding import bind_shape, live, partly_manual, real_axes
+from trellis.notation.binding import bind_shape, left_axes, live, partly_manual, real_axes
 from trellis.notation.state import state_of
 from trellis.notation.struct import check_divides
 from trellis.notation.transition import Step, plan
@@ -126,6 +126,17 @@ def known_axes(shapes, mesh, where: str) -> None:
                     f"a text names axes of the mesh, got '{axis}' where the mesh has {', '.join(mesh.axis_names)}, "
                     f"in {where}: use one of these, or add '{axis}' to the mesh (size 1 will do)"
                 )
+
+
+def refuse_left(shapes, where: str) -> None:
+    """Refuses pending sums and copies over mesh axes that are left to the surrounding program."""
+    left = left_axes()
+    for sign, axis in ((s, a) for shape in shapes for s in "+~" for a in (shape.pending if s == "+" else shape.copied)):
+        if axis in left:
+            raise TransitionError(
+                f"sums over a mesh axis that is left to the surrounding program are made by that, and so are those of "
+                f"gradients, got '{sign}{axis}', in {where}: take it out, or add '{axis}' to the axes of shard_map"
+            )
 
 
 def _check_manual(shapes, mesh, where: str) -> None:

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
-from trellis._compat import unknown_axis
-from trellis.errors import did_you_mean
+from trellis._compat import scatter_beside_explicit_axes, unknown_axis
 from trellis.mesh.landing import placed
 from trellis.mesh.manual.check import check_pending, met_line
-from trellis.mesh.manual.refusals import raise_in_notation, raise_of_call
+from trellis.mesh.manual.refusals import not_along, raise_in_notation, raise_of_call
 from trellis.mesh.manual.reshard import TransitionError, check_slice
 from trellis.mesh.manual.rules import check_rules
 from trellis.mesh.manual.slices import check_slices, joined_in, otherwise, sliced_as
@@ -31,7 +30,7 @@ from trellis.notation import (
     typeof,
 )
 from trellis.notation.annotation import DType, array_types, hint_text, hints_of
-from trellis.notation.binding import bind_shape, binding, check_array, held_shape, real_axes
+from trellis.notation.binding import bind_shape, binding, check_array, held_shape, manual_axes, real_axes
 from trellis.notation.checked import Leaf, is_typed_leaf, typed_leaves
 from trellis.notation.state import mesh_of, mode_of, state_of
 from trellis.notation.struct import check_divides
@@ -201,6 +200,8 @@ class _Call:
         self.manual = tuple(a for a in shown.axis_names if a in (asked | single) - taken)
         left = [a for a in shown.axis_names if a not in (*self.manual, *single)]
         self.partly = bool(left)
+        if self.partly:
+            scatter_beside_explicit_axes()
 
     def spec(self, kind: ArrayType, place: str, array=None) -> PartitionSpec:
         """How JAX slices an array of this type over the manual axes; an argument's leading dimensions as they are."""
@@ -343,11 +344,8 @@ class _Call:
             try:
                 traced = jax.make_jaxpr(program)(*slices)
             except Exception as error:
-                if (name := unknown_axis(error, self.shape.axis_names)) is not None:
-                    raise MeshError(
-                        f"a collective goes along axes of the mesh ({mesh_text(self.shape)}), got {name!r}, in "
-                        f"`{self.name}`: {did_you_mean(name, self.shape.axis_names)}"
-                    ) from error
+                if (name := unknown_axis(error, manual_axes())) is not None:
+                    raise MeshError(not_along(name, self.name, self.shape)) from error
                 raise_in_notation(error, self.bindings)
                 raise
             read = Program(traced.jaxpr)
