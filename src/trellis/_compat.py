@@ -162,6 +162,34 @@ def keep_mapped_axes_sharded() -> None:
     module._shardy_shard_map_sharding = sharding
 
 
+def zeros_in_their_states() -> None:
+    """Makes JAX's zeros and unwritten stacks pending sums and copies where their types in a `shard_map` say so.
+
+    JAX 0.10.2 to 0.12.0 leave these states out. Then gradients of what a loop or a branch takes of copies, and stacks
+    of pending sums, are refused. If the private names are missing, nothing changes.
+    """
+    import functools
+    import importlib
+
+    def in_states(make):
+        @functools.wraps(make)
+        def made(*args):
+            out, mat = make(*args), getattr(args[-1], "mat", None)
+            if mat is not None and (pending := tuple(mat.unreduced)):
+                out = jax.lax.pcast(jax.lax.pcast(out, pending, to="varying"), pending, to="unreduced")
+            return jax.lax.pcast(out, tuple(mat.reduced), to="reduced") if mat is not None and mat.reduced else out
+
+        return made
+
+    zeros = getattr(importlib.import_module("jax._src.ad_util"), "aval_zeros_likers", {})
+    loops: Any = importlib.import_module("jax._src.lax.control_flow.loops")
+    makers = [(zeros, jax.core.ShapedArray), (vars(loops), "_empty_array")]
+    for makers_of, key in makers:
+        make = makers_of.get(key)
+        if make is not None and not hasattr(make, "__wrapped__"):
+            makers_of[key] = in_states(make)
+
+
 def scatter_beside_explicit_axes() -> None:
     """Lets JAX's `psum_scatter`, and the gradient of its `all_gather`, be compiled where other mesh axes are explicit.
 

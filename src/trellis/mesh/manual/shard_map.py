@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
-from trellis._compat import scatter_beside_explicit_axes, unknown_axis
+from trellis._compat import scatter_beside_explicit_axes, unknown_axis, zeros_in_their_states
 from trellis.mesh.landing import placed
 from trellis.mesh.manual.check import check_pending, met_line
 from trellis.mesh.manual.refusals import not_along, raise_in_notation, raise_of_call
@@ -200,8 +200,7 @@ class _Call:
         self.manual = tuple(a for a in shown.axis_names if a in (asked | single) - taken)
         left = [a for a in shown.axis_names if a not in (*self.manual, *single)]
         self.partly = bool(left)
-        if self.partly:
-            scatter_beside_explicit_axes()
+        scatter_beside_explicit_axes() if self.partly else zeros_in_their_states()
 
     def spec(self, kind: ArrayType, place: str, array=None) -> PartitionSpec:
         """How JAX slices an array of this type over the manual axes; an argument's leading dimensions as they are."""
