@@ -258,9 +258,9 @@ def test_a_transition_is_one_collective_and_so_is_its_gradient(text):
     ("text", "message"),
     [
         (
-            "a b -> a b +x",
-            "a pending sum comes from a product or a sum over a sliced dimension, got 'a b -> a b +x', in "
-            "reshard('a b -> a b +x'): take out '+x' on the right",
+            "a/x b -> a b +x",
+            "a pending sum comes from a product or a sum over a sliced dimension, got 'a/x b -> a b +x', in "
+            "reshard('a/x b -> a b +x'): take out '+x' on the right",
         ),
         (
             "a b ~x -> a b",

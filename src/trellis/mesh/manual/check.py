@@ -181,6 +181,8 @@ class _Check:
         name, outs = operation.name, None
         known = dict(zip(operation.operands, operands, strict=True))
         loop, typed = operation.is_loop, any(map(summed, operation.operands))
+        if name == "scan" and any(map(summed, operation.operands[sum(operation.carries) :])):
+            raise self.refused(operation, operands)  # JAX has no slice of a pending sum at a turn's index
         for body in operation.bodies:
             entering = operation.entering(body)
             given = [known[outer] for _, outer in entering] or [Held()] * len(body.inputs)

@@ -65,7 +65,7 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
         sharding = _sharding_left(lefts, arrays, result, where)
         slices = (_local(x, shape, lefts, where, mentioned) for shape, x in zip(lefts, arrays, strict=True))
         out = product(*slices, out_sharding=sharding)
-        out = mark_pending(out, tuple(a for a in manual if a in pending), result)
+        out = mark_pending(out, tuple(a for a in manual if a in pending and a not in lefts[0].pending), result)
         return out if bindings is None else bindings.made(out, result)
     if "explicit" in modes:
         for shape, x in zip(lefts, arrays, strict=True):
@@ -99,9 +99,9 @@ def _is_jaxs(lefts: list[Shape], result: Shape) -> bool:
     With more than two factors, JAX settles sums between two of them, and counts the result once for each device. A
     partial sum must be over names of both factors, and a copy along the mesh axes that its gradient is summed over.
     """
-    if any(shape.ellipsis for shape in lefts) or not any((*s.mesh_axes, *s.copied) for s in lefts):
+    if any(shape.ellipsis for shape in lefts) or not any((*s.mesh_axes, *s.copied, *s.pending) for s in lefts):
         return True
-    if len(lefts) > 2:
+    if len(lefts) > 2 or lefts[0].pending:
         return False
     axes = {dim.name: dim.axes for shape in lefts for dim in shape.dims}
     summed = [name for name in axes if name not in result.names and axes[name]]
@@ -139,7 +139,7 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
     """Checks that devices can do the product on their own; gives the axes along which its result is pending."""
     slices: dict[str | int, tuple[tuple[str, ...], Shape]] = {}
     for shape in lefts:
-        if shape.pending:
+        if shape.pending and len(lefts) > 1:
             settled = Shape(shape.dims, (), shape.copied, shape.ellipsis)
             raise NotationError(
                 f"a pending sum is settled before it is multiplied, got '{shape}', in {where}: "
@@ -169,8 +169,8 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
                 f"right, in {where}: write '{Dim(name, slices[name][0])}' on the right and reshard the result"
             )
     left = left_axes()
-    pending = sorted(a for name, (axes, _) in slices.items() if name not in kept for a in axes if a not in left)
-    pending = tuple(pending)
+    partial = [a for name, (axes, _) in slices.items() if name not in kept for a in axes if a not in left]
+    pending = tuple(sorted({*partial, *(a for shape in lefts for a in shape.pending)}))
     if result.copied:
         raise NotationError(f"a product is not a copy, got '~{result.copied[0]}' on the right, in {where}: take it out")
     if result.pending != pending:
@@ -183,6 +183,11 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
                 f"in {where}: write '-> {right}'"
             )
         missing = sorted(set(pending) - set(result.pending))
+        if missing[0] not in partial:
+            raise NotationError(
+                f"what is made of a pending sum is pending too, got '{lefts[0]}' and no '+{missing[0]}' in the result, "
+                f"in {where}: write '-> {right}'"
+            )
         summed = next(str(Dim(n, a)) for n, (a, _) in slices.items() if n not in kept and missing[0] in a)
         raise NotationError(
             f"a sum over a sliced name is partial on each device, got '{summed}' summed and no "

@@ -128,6 +128,11 @@ def copy(x, axes: Axes):
     return lax.pcast(x, axes, to="varying" if partly_manual() else "reduced")
 
 
+def begin(x, axes: Axes):
+    """`a -> a +x`: a sum of which one device holds all and the others zeros (gradient: an all-reduce of the copies)."""
+    return mark_pending(_only(lax.axis_index(axes), jnp.expand_dims(x, 0), 0).reshape(x.shape), axes)
+
+
 def _product(sizes) -> int:
     return functools.reduce(lambda a, b: a * b, sizes, 1)
 

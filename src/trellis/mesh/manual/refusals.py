@@ -153,7 +153,12 @@ def raise_of_call(error: Exception, name: str, mesh) -> None:
 
 def raise_of_gradient(error: Exception, name: str) -> None:
     """Puts what JAX says when it differentiates a manual function into our words; lets any other error pass."""
-    if re.search(r"Expected cotangent type .*\{[UR]:|reduced rule for .* not implemented", str(error)):
+    if re.search(r"Expected cotangent type \S*\{R:", str(error)):
+        raise TypeMismatch(
+            "JAX differentiates sums of a pending sum '+x', and what moves its elements, got something else that is "
+            f"made of one (`where` of two), in `{name}`: settle it before"
+        ) from error
+    if re.search(r"Expected cotangent type .*\{U:|reduced rule for .* not implemented", str(error)):
         raise _of_a_copy(name) from error
 
 
@@ -170,6 +175,9 @@ def refusal(operation: str, axes, line: str, bindings: Bindings) -> str:
     axes = axes or {a for s in candidates for a in s.pending}
     along = f" along {', '.join(sorted(axes))}" if axes else ""
     fixes = " or ".join(f'reshard("{s} -> {settled(s, axes)}", ...)' for s in candidates[-3:])
+    if operation in ("add", "add_any", "sub") and candidates:
+        last = candidates[-1]
+        fixes += f', or reshard("{settled(last, axes)} -> {last}", ...) of what it is added to,'
     return (
         f"a pending sum may only be added to sums pending alike, reshaped or settled, got {operation} of a sum "
         f"pending{along}, in `{bindings.function}`{line}: write {fixes or 'a reshard that settles it'} before"

@@ -183,7 +183,8 @@ def _perform(step: Step, x, where: str):
 
 def _cast(step: Step, x, where: str):
     before, after = step.before, step.after
-    if made := sorted(set(after.pending) - set(before.pending)):
+    made = sorted(set(after.pending) - set(before.pending))
+    if any(axis in (*before.mesh_axes, *before.copied) for axis in made):
         raise TransitionError(
             f"a pending sum comes from a product or a sum over a sliced dimension, got '{before} -> {after}', "
             f"in {where}: take out '+{made[0]}' on the right"
@@ -193,4 +194,6 @@ def _cast(step: Step, x, where: str):
             f"a copy ~{dropped[0]} is already whole on each device and only its gradient differs, got "
             f"'{before} -> {after}', in {where}: use the value from before the cast to ~{dropped[0]}"
         )
-    return ops.copy(x, step.axes)
+    x = ops.begin(x, tuple(made)) if made else x
+    copied = tuple(sorted(set(after.copied) - set(before.copied)))
+    return ops.copy(x, copied) if copied else x
