@@ -153,12 +153,14 @@ def raise_of_call(error: Exception, name: str, mesh) -> None:
 
 def raise_of_gradient(error: Exception, name: str) -> None:
     """Puts what JAX says when it differentiates a manual function into our words; lets any other error pass."""
-    if re.search(r"Expected cotangent type \S*\{R:", str(error)):
+    text = str(error)
+    wanted = found[1] if (found := re.search(r"Expected cotangent type (.*) but got", text)) else ""
+    if re.search(r"\bR:", wanted):
         raise TypeMismatch(
             "JAX differentiates sums of a pending sum '+x', and what moves its elements, got something else that is "
             f"made of one (`where` of two), in `{name}`: settle it before"
         ) from error
-    if re.search(r"Expected cotangent type .*\{U:|reduced rule for .* not implemented", str(error)):
+    if re.search(r"\bU:", wanted) or re.search("reduced rule for .* not implemented", text):
         raise _of_a_copy(name) from error
 
 
