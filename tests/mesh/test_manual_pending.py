@@ -203,6 +203,7 @@ def test_mapping_over_a_pending_sum(settle):
 @pytest.mark.parametrize("begun", [0.0, 2.0])
 def test_what_is_whole_begins_a_pending_sum(axes, begun):
     """A loop carries it from zeros, and a sum is added to it once. Gradients as on one device."""
+
     @shard_map(axes=axes)
     def program(x: f32["times batch/d in/m"], w: f32["in/m out"], start: f32["batch/d out"]) -> f32["batch/d out"]:
         def turn(total, x):
