@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 from tests.mesh.told import told
-from trellis.mesh import make_mesh, reshard
+from trellis.mesh import all_gather, make_mesh, reduce_scatter, reshard
 from trellis.mesh.manual.einsum import einsum_plain as einsum
 from trellis.mesh.manual.reshard import TransitionError
 from trellis.mesh.manual.shard_map import shard_map
 from trellis.mesh.meshes import MeshError
-from trellis.notation import NotationError, TypeMismatch, f32, i32, parse
+from trellis.notation import NotationError, TypeMismatch, f32, i32, parse, typeof
 
 MESH = make_mesh(d=4, m=2)
 
@@ -189,3 +189,17 @@ def test_a_mesh_axis_becomes_manual_once():
         return shard_map(twice).__wrapped__(x)
 
     assert around(x).tolist() == [2.0] * 8
+
+
+@pytest.mark.parametrize("axes", [None, {"d"}], ids=["all", "partial"])
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_an_array_without_elements_is_moved_as_any_other(shape, axes):
+    @shard_map(axes=axes)
+    def program(x: f32["b/d e/m"]) -> tuple[f32["b e/m"], f32["b/d e/m"]]:
+        whole = all_gather("b/d e/m -> b e/m", x)
+        return whole, reduce_scatter("b e/m +d -> b/d e/m", reshard("b e/m -> b e/m +d", whole))
+
+    x = put(shape, "b/d e/m")
+    assert [typeof(y) for y in jax.jit(program)(x)] == [typeof(put(shape, text)) for text in ("b e/m", "b/d e/m")]
+    gradient = jax.jit(jax.grad(lambda x: sum(map(jnp.sum, program(x)))))(x)
+    assert typeof(gradient) == typeof(x)

@@ -106,7 +106,7 @@ def arguments(signature, bound, hints, name) -> Iterator[tuple[str, typing.Any, 
 
 
 def check_tree(value, hint, place: str, bindings: Bindings) -> None:
-    """Checks a pytree of arrays against an annotation: arrays, dataclasses, named tuples, stacks or containers of them."""
+    """Checks a pytree against an annotation: arrays, dataclasses, named tuples, stacks, and containers of them."""
     if hint is None or not array_types(hint):
         return
     for leaf in typed_leaves(value, hint, place):

@@ -47,9 +47,13 @@ def manual_reshard(before: Shape, after: Shape, x):
         )
     if bindings is not None and written.pending and written in bindings.pending:
         bindings.pending.remove(written)
-    for dim, size in zip(after.dims, _whole(before, x, mesh), strict=True):
+    shape = _whole(before, x, mesh)
+    for dim, size in zip(after.dims, shape, strict=True):
         check_divides(dim.name, size, dim.axes, mesh.shape, where)
-    for step in plan(before, after):
+    steps = plan(before, after)
+    if not x.size and steps:
+        x, steps = ops.empty(x, _part(after, shape, mesh), before, after), []
+    for step in steps:
         # The ledger reads the names off this scope: JAX's types have none.
         with jax.named_scope(f"reshard[{step.before} -> {step.after}]"):
             x = _perform(step, x, where)
@@ -161,6 +165,12 @@ def _whole(shape: Shape, x, mesh) -> list[int]:
         size * math.prod(mesh.shape[a] for a in dim.axes if a in manual)
         for dim, size in zip(shape.dims, x.shape, strict=True)
     ]
+
+
+def _part(shape: Shape, sizes: list[int], mesh) -> tuple[int, ...]:
+    """The sizes of one device's slice."""
+    parts = (math.prod(mesh.shape[a] for a in dim.axes if a in mesh.manual_axes) for dim in shape.dims)
+    return tuple(size // part for size, part in zip(sizes, parts, strict=True))
 
 
 def _perform(step: Step, x, where: str):
