@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer, eval_jaxpr
+from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import take_current_trace
 from jax.sharding import AxisType, NamedSharding
 
@@ -181,13 +181,11 @@ def zeros_in_their_states() -> None:
 
         return made
 
-    zeros = getattr(importlib.import_module("jax._src.ad_util"), "aval_zeros_likers", {})
-    loops: Any = importlib.import_module("jax._src.lax.control_flow.loops")
-    makers = [(zeros, jax.core.ShapedArray), (vars(loops), "_empty_array")]
-    for makers_of, key in makers:
-        make = makers_of.get(key)
-        if make is not None and not hasattr(make, "__wrapped__"):
-            makers_of[key] = in_states(make)
+    zeros: Any = getattr(importlib.import_module("jax._src.ad_util"), "aval_zeros_likers", {})
+    stacks: Any = vars(importlib.import_module("jax._src.lax.control_flow.loops"))
+    for makers, name in ((zeros, ShapedArray), (stacks, "_empty_array")):
+        if name in makers and not hasattr(makers[name], "__wrapped__"):
+            makers[name] = in_states(makers[name])
 
 
 def scatter_beside_explicit_axes() -> None:

@@ -44,11 +44,11 @@ def struct(cls):
     return jax.tree_util.register_dataclass(cls, data, [name for name in names if name not in data])
 
 
-def _holds_arrays(hint) -> bool:
+def _holds_arrays(hint, seen: tuple = ()) -> bool:
     if isinstance(hint, ArrayType | StackType | DType) or hint is typing.Any or array_types(hint):
         return True
-    fields = () if dataclasses.is_dataclass(hint) else fields_of(hint).values()
-    if any(_holds_arrays(part) for part in (*typing.get_args(hint), *fields)):
+    fields = () if dataclasses.is_dataclass(hint) or hint in seen else fields_of(hint).values()
+    if any(_holds_arrays(part, (*seen, hint)) for part in (*typing.get_args(hint), *fields)):
         return True
     return isinstance(hint, type) and (issubclass(hint, jax.Array) or dataclasses.is_dataclass(hint))
 
