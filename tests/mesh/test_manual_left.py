@@ -63,15 +63,15 @@ def test_a_sum_over_an_axis_that_is_left_is_made_by_the_surrounding_program():
         (
             "b/model c/data, b/model c/data -> b/model +data",
             2,
-            "sums over a mesh axis that is left to the surrounding program are made by that, and so are those of "
-            "gradients, got '+data', in einsum('b/model c/data, b/model c/data -> b/model +data'): take it out, "
-            "or add 'data' to the axes of shard_map",
+            "a text cannot have states of a mesh axis that is left to the surrounding program, which makes these sums "
+            "itself, got '+data', in einsum('b/model c/data, b/model c/data -> b/model +data'): remove it, or add "
+            "'data' to the axes of shard_map",
         ),
         (
             "b/model c/data, b/model c/data, b/model c/data -> b/model",
             3,
-            "a sum over a mesh axis that is left to the surrounding program is of two factors, got 'c/data' summed of "
-            "3, in einsum('b/model c/data, b/model c/data, b/model c/data -> b/model'): multiply two of them "
+            "a sum over a mesh axis that is left to the surrounding program must have two factors, got 'c/data' summed "
+            "of 3, in einsum('b/model c/data, b/model c/data, b/model c/data -> b/model'): multiply two of them "
             "first",
         ),
     ],
@@ -109,7 +109,7 @@ def test_a_lookup_along_an_axis_that_is_left():
     with pytest.raises(NotationError) as error:
         program(put(numbers(8, 3), "v/data e"), put(IDS, "b/model"))
     assert told(error) == (
-        "a lookup moves nothing, got 'v/data' looked up, where 'data' is left to the surrounding program, in "
+        "a lookup cannot move rows, got 'v/data' looked up, where 'data' is left to the surrounding program, in "
         "take('v/data e, b/model -> b/model e'): take the rows outside, or add 'data' to the axes of shard_map"
     )
 
@@ -141,8 +141,8 @@ def test_a_collective_along_an_axis_that_is_left(call):
     with pytest.raises(MeshError) as error:
         left(put(numbers(4, 8), "b/model c/data"))
     assert told(error) == (
-        "a collective goes along manual axes, got 'data', which is left to the surrounding program, in `left`: leave "
-        "it out (a sum over a dimension that 'data' slices is whole there), or add 'data' to the axes of shard_map"
+        "a collective must run along manual axes, got 'data', which is left to the surrounding program, in `left`: "
+        "leave it out (a sum over a dimension that 'data' slices is whole there), or add 'data' to the axes of shard_map"
     )
 
 
@@ -155,6 +155,6 @@ def test_a_collective_among_groups(call, seen):
     with pytest.raises(NotationError) as error:
         groups(put(numbers(4, 2), "b/data c"))
     assert told(error) == (
-        f"a collective of a manual function goes along whole mesh axes, got {seen} with axis_index_groups, in "
-        "`groups`: make two axes of that one in the mesh, and go along one of them"
+        f"a collective must run along whole mesh axes, got {seen} with axis_index_groups, in `groups`: split that axis "
+        "of the mesh in two, and use one of them"
     )

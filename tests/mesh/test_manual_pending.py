@@ -47,7 +47,7 @@ def refuses(error, message, fn, *args, **kwargs):
 def test_a_forgotten_reshard_at_the_end():
     refuses(
         PendingSumError,
-        "a result is what its annotation says, got a sum pending along m for f32[batch/d out], in result of `program`: "
+        "a result must match its annotation, got a sum pending along m for f32[batch/d out], in result of `program`: "
         'end the function with reshard("batch/d out +m -> batch/d out", ...), or annotate f32[batch/d out +m]',
         product,
         lambda y: y,
@@ -110,7 +110,8 @@ def test_a_pending_sum_is_only_added(operation, axes):
     # Where JAX 0.12 refuses a maximum on its own it does not say what it refuses.
     named = f"({operation}|an operation)" if operation == "reduce_max" else operation
     message = (
-        f"may only be added to sums pending alike, reshaped or settled, got {named} of a sum pending along m, in `prog"
+        f"can only be added to sums pending over the same axes, reshaped or settled, got {named} of a sum pending "
+        "along m, in `prog"
     )
     with pytest.raises(PendingSumError, match=message):
         product(NONLINEAR[operation], axes=axes)
@@ -122,7 +123,7 @@ def test_a_pending_sum_is_joined_with_sums_pending_alike(join):
     settle = lambda y: reshard("batch/d out +m -> batch/d out", y)
     for whole in (lambda: np.ones((2, 6), np.float32), lambda: jnp.full((2, 6), 2.0)):
         # Where JAX's types carry no sum on, its settling is refused.
-        words = "may only be added to sums pending alike, re|pending there, settle it b"
+        words = "can only be added to sums pending over the same axes, re|pending there, settle it b"
         with pytest.raises(TypeMismatch, match=words):
             product(lambda y, whole=whole: settle(JOINED[join](y, whole())))
     if join.startswith("stack"):
@@ -150,7 +151,7 @@ def test_the_refusal_names_the_line_and_the_reshard(axes):
         PendingSumError,
         "in `program` (test_manual_pending.py:"
         f"{then.__code__.co_firstlineno + 1}: return jnp.cumsum(y, 1)  # the line): "
-        'write reshard("batch/d out +m -> batch/d out", ...) before',
+        'write reshard("batch/d out +m -> batch/d out", ...) first',
         product,
         then,
         axes=axes,
@@ -243,7 +244,7 @@ def test_what_sums_are_added_to_is_told():
     refuses(
         PendingSumError,
         'write reshard("batch/d out +m -> batch/d out", ...), or reshard("batch/d out -> batch/d out +m", ...) of what '
-        "it is added to, before",
+        "it is added to, first",
         product,
         lambda y: 0 + y,
     )
@@ -257,7 +258,7 @@ def test_a_sum_of_a_pending_sum_is_pending(axes):
     assert product(then, "batch/d", axes=axes).tolist() == [24.0] * 8
     refuses(
         NotationError,
-        "what is made of a pending sum is pending too, got 'batch/d out +m' and no '+m' in the result, in "
+        "the result of a pending sum must be pending too, got 'batch/d out +m' and no '+m' on the right, in "
         "einsum('batch/d out +m -> batch/d')",
         product,
         lambda y: einsum("batch/d out +m -> batch/d", y),
@@ -277,8 +278,8 @@ def test_a_gradient_of_a_choice_between_pending_sums():
 
     refuses(
         TypeMismatch,
-        "JAX differentiates sums of a pending sum '+x', and what moves its elements, got something else that is made "
-        "of one (`where` of two), in `<lambda>`: settle it before",
+        "JAX can only differentiate sums and rearrangements of a pending sum '+x', got another operation on one (such "
+        "as `where`), in `<lambda>`: settle it first",
         grad(lambda x, w: jnp.sum(shard_map(chosen)(x, w))),
         put((8, 4), "batch/d in/m"),
         put((4, 6), "in/m out"),
