@@ -142,7 +142,8 @@ def test_a_collective_along_an_axis_that_is_left(call):
         left(put(numbers(4, 8), "b/model c/data"))
     assert told(error) == (
         "a collective must run along manual axes, got 'data', which is left to the surrounding program, in `left`: "
-        "leave it out (a sum over a dimension that 'data' slices is whole there), or add 'data' to the axes of shard_map"
+        "leave it out (a sum over a dimension that 'data' slices is whole there), or add 'data' to the axes of "
+        "shard_map"
     )
 
 
