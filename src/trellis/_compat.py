@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer, eval_jaxpr
+from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import take_current_trace
 from jax.sharding import AxisType, NamedSharding
 
@@ -70,6 +70,14 @@ def maps_no_copies(error: BaseException) -> bool:
         return False
     last = traceback.extract_tb(error.__traceback__)[-1]
     return in_a_library(last.filename) or not (last.line or "").startswith("raise ")
+
+
+def of_groups(error: BaseException) -> bool:
+    """Whether JAX refused a collective among groups of devices, which it does without words in JAX 0.10.2 to 0.12.0."""
+    if not isinstance(error, NotImplementedError) or str(error):
+        return False
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    return last.f_locals.get("axis_index_groups") is not None
 
 
 def unknown_axis(error: BaseException, axes: Collection[str]) -> str | None:
@@ -152,6 +160,58 @@ def keep_mapped_axes_sharded() -> None:
         return original(ctx, mesh, manual_axes, aval.sharding.spec if typed else spec, aval)
 
     module._shardy_shard_map_sharding = sharding
+
+
+def zeros_in_their_states() -> None:
+    """Makes JAX's zeros and unwritten stacks pending sums and copies where their types in a `shard_map` say so.
+
+    JAX 0.10.2 to 0.12.0 leave these states out. Then gradients of what a loop or a branch takes of copies, and stacks
+    of pending sums, are refused. If the private names are missing, nothing changes.
+    """
+    import functools
+    import importlib
+
+    def in_states(make):
+        @functools.wraps(make)
+        def made(*args):
+            out, mat = make(*args), getattr(args[-1], "mat", None)
+            if mat is not None and (pending := tuple(mat.unreduced)):
+                out = jax.lax.pcast(jax.lax.pcast(out, pending, to="varying"), pending, to="unreduced")
+            return jax.lax.pcast(out, tuple(mat.reduced), to="reduced") if mat is not None and mat.reduced else out
+
+        return made
+
+    zeros: Any = getattr(importlib.import_module("jax._src.ad_util"), "aval_zeros_likers", {})
+    stacks: Any = vars(importlib.import_module("jax._src.lax.control_flow.loops"))
+    for makers, name in ((zeros, ShapedArray), (stacks, "_empty_array")):
+        if name in makers and not hasattr(makers[name], "__wrapped__"):
+            makers[name] = in_states(makers[name])
+
+
+def scatter_beside_explicit_axes() -> None:
+    """Lets JAX's `psum_scatter`, and the gradient of its `all_gather`, be compiled where other mesh axes are explicit.
+
+    JAX 0.10.2 to 0.12.0 make the type of one number from the operand's, with its slices, and stop. If the private
+    function is missing, nothing changes.
+    """
+    import functools
+    import importlib
+
+    from jax.interpreters import mlir
+
+    module: Any = importlib.import_module("jax._src.lax.parallel")
+    original = getattr(module, "_reduce_scatter_lowering", None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def lowering(add, ctx, x, **named):
+        whole = lambda aval: aval.update(sharding=NamedSharding(aval.sharding.mesh, jax.P()))
+        inside = ctx.replace(avals_in=[*map(whole, ctx.avals_in)], avals_out=[*map(whole, ctx.avals_out)])
+        return original(add, inside, x, **named)
+
+    module._reduce_scatter_lowering = lowering
+    mlir.register_lowering(module.reduce_scatter_p, functools.partial(lowering, jax.lax.add_p))
 
 
 def choose_among_slices() -> None:

@@ -1,18 +1,19 @@
 """How a manual function is called: containers, arguments given before, `vmap`, and collectives of JAX's own."""
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.mesh.told import told
-from trellis.mesh import make_mesh, reshard
+from trellis.mesh import all_gather, make_mesh, reduce_scatter, reshard
 from trellis.mesh.manual.einsum import einsum_plain as einsum
 from trellis.mesh.manual.reshard import TransitionError
 from trellis.mesh.manual.shard_map import shard_map
 from trellis.mesh.meshes import MeshError
-from trellis.notation import NotationError, TypeMismatch, f32, parse
+from trellis.notation import NotationError, TypeMismatch, f32, i32, parse, typeof
 
 MESH = make_mesh(d=4, m=2)
 
@@ -51,6 +52,34 @@ def test_an_array_where_the_annotation_has_a_container(kind):
         f"a manual function's arrays must be annotated, got f32[8/d] where {kind!r} has no array, in argument `x` of "
         "`program`: annotate that field, or pass what the annotation says"
     )
+
+
+class Sums(typing.NamedTuple):
+    total: f32["m"]
+    count: f32[""]
+
+
+def test_a_named_tuple_comes_in_and_goes_out():
+    def add(x: f32["batch/d m"], sums: list[Sums]) -> Sums:
+        total = jax.lax.psum(x.sum(0), "d")
+        return Sums(total + sums[0].total, jax.lax.psum(1.0, "d"))
+
+    got = shard_map(add)(put((8, 3), "batch/d m"), [Sums(jnp.ones(3), jnp.ones(()))])
+    assert isinstance(got, Sums)
+    assert (got.total.tolist(), float(got.count)) == ([9.0] * 3, 4.0)
+    with pytest.raises(TypeMismatch, match=r"one length in a call, got m=3 .* and m=2 from argument `sums\[0\].total`"):
+        shard_map(add)(put((8, 3), "batch/d m"), [Sums(jnp.ones(2), jnp.ones(()))])
+
+
+def test_a_number_of_pythons_is_an_array_without_dimensions_if_the_type_holds_it():
+    def count(by: i32[""]) -> i32[""]:
+        return jax.lax.psum(1.0, "d")
+
+    with pytest.raises(TypeMismatch, match=r"expected an array of type i32\[\], got float\[\], in argument `by`"):
+        shard_map(count)(2.5)
+    count.__annotations__["by"] = f32[""]
+    with pytest.raises(TypeMismatch, match=r"expected an array of type i32\[\], got float\[\], in result of"):
+        shard_map(count)(2)
 
 
 def test_a_function_with_some_of_its_arguments_given():
@@ -162,3 +191,17 @@ def test_a_mesh_axis_becomes_manual_once():
         return shard_map(twice).__wrapped__(x)
 
     assert around(x).tolist() == [2.0] * 8
+
+
+@pytest.mark.parametrize("axes", [None, {"d"}], ids=["all", "partial"])
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_an_array_without_elements_is_moved_as_any_other(shape, axes):
+    @shard_map(axes=axes)
+    def program(x: f32["b/d e/m"]) -> tuple[f32["b e/m"], f32["b/d e/m"]]:
+        whole = all_gather("b/d e/m -> b e/m", x)
+        return whole, reduce_scatter("b e/m +d -> b/d e/m", reshard("b e/m -> b e/m +d", whole))
+
+    x = put(shape, "b/d e/m")
+    assert [typeof(y) for y in jax.jit(program)(x)] == [typeof(put(shape, text)) for text in ("b e/m", "b/d e/m")]
+    gradient = jax.jit(jax.grad(lambda x: sum(map(jnp.sum, program(x)))))(x)
+    assert typeof(gradient) == typeof(x)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trellis.mesh import make_mesh, reshard
+from trellis.mesh import all_gather, make_mesh, reshard
 from trellis.mesh.manual.einsum import einsum_plain as einsum
 from trellis.mesh.manual.shard_map import shard_map
+from trellis.named.grad import grad
 from trellis.notation import NotationError, PendingSumError, TypeMismatch, f32, struct_shapes
 
 
@@ -197,3 +198,113 @@ def test_mapping_over_a_pending_sum(settle):
     )
     with pytest.raises(NotationError, match=re.escape(message)):
         program(put((8, 4), "batch/d in/m"))
+
+
+@pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
+@pytest.mark.parametrize("begun", [0.0, 2.0])
+def test_what_is_whole_begins_a_pending_sum(axes, begun):
+    """A loop carries it from zeros, and a sum is added to it once. Gradients as on one device."""
+
+    @shard_map(axes=axes)
+    def program(x: f32["times batch/d in/m"], w: f32["in/m out"], start: f32["batch/d out"]) -> f32["batch/d out"]:
+        def turn(total, x):
+            return total + einsum("batch/d in/m, in/m out -> batch/d out +m", x, w), None
+
+        total, _ = jax.lax.scan(turn, reshard("batch/d out -> batch/d out +m", start), x)
+        return reshard("batch/d out +m -> batch/d out", total)
+
+    def loss(f, *arrays):
+        return jnp.sum(f(*arrays) ** 2)
+
+    arrays = put((3, 8, 4), "times batch/d in/m"), put((4, 6), "in/m out"), begun * put((8, 6), "batch/d out")
+    got = jax.jit(jax.value_and_grad(lambda *arrays: loss(program, *arrays), (0, 1, 2)))(*arrays)
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:1]), "one")):
+        plain = lambda x, w, start: start + jnp.einsum("tbi,io->bo", x, w)
+        want = jax.value_and_grad(lambda *arrays: loss(plain, *arrays), (0, 1, 2))(*map(np.asarray, arrays))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+def test_a_loop_may_begin_with_zeros_made_there_and_stack_pending_sums():
+    @shard_map
+    def program(x: f32["times batch/d in"]) -> f32["in out"]:
+        def turn(total, x):
+            total = total + einsum("batch/d in, batch/d out -> in out +d", x, x)
+            return total, total
+
+        total, every = jax.lax.scan(turn, reshard("in out -> in out +d", jnp.zeros((4, 4))), x)
+        return reshard("in out +d -> in out", total + jnp.sum(every, 0))
+
+    x = put((2, 8, 4), "times batch/d in")
+    value, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(program(x))))(x)
+    # The first turn counts three times, the second twice.
+    assert (float(value), np.asarray(gradient)[:, 0].tolist()) == (640.0, [[24.0] * 4, [16.0] * 4])
+
+
+def test_what_sums_are_added_to_is_told():
+    refuses(
+        PendingSumError,
+        'write reshard("batch/d out +m -> batch/d out", ...), or reshard("batch/d out -> batch/d out +m", ...) of what '
+        "it is added to, first",
+        product,
+        lambda y: 0 + y,
+    )
+
+
+@pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
+def test_a_sum_of_a_pending_sum_is_pending(axes):
+    def then(y):
+        return reshard("batch/d +m -> batch/d", einsum("batch/d out +m -> batch/d +m", y))
+
+    assert product(then, "batch/d", axes=axes).tolist() == [24.0] * 8
+    refuses(
+        NotationError,
+        "the result of a pending sum must be pending too, got 'batch/d out +m' and no '+m' on the right, in "
+        "einsum('batch/d out +m -> batch/d')",
+        product,
+        lambda y: einsum("batch/d out +m -> batch/d", y),
+        axes=axes,
+    )
+
+
+def test_a_loop_over_slices_of_a_pending_sum():
+    then = lambda y: jax.lax.map(lambda row: reshard("out +m -> out", row), y)
+    refuses(PendingSumError, "got scan of a sum pending along m, in `program`", product, then)
+
+
+def test_a_gradient_of_a_choice_between_pending_sums():
+    def chosen(x: f32["batch/d in/m"], w: f32["in/m out"]) -> f32["batch/d out"]:
+        y = einsum("batch/d in/m, in/m out -> batch/d out +m", x, w)
+        return reshard("batch/d out +m -> batch/d out", jnp.where(jnp.tri(2, 6) > 0, y, y + y))
+
+    refuses(
+        TypeMismatch,
+        "JAX can only differentiate sums and rearrangements of a pending sum '+x', got another operation on one (such "
+        "as `where`), in `<lambda>`: settle it first",
+        grad(lambda x, w: jnp.sum(shard_map(chosen)(x, w))),
+        put((8, 4), "batch/d in/m"),
+        put((4, 6), "in/m out"),
+    )
+
+
+TAKES_COPIES = {
+    "a loop from outside": lambda step, x, w: jax.lax.fori_loop(0, 2, lambda _, x: step(x, w[0]), x),
+    "a loop over slices": lambda step, x, w: jax.lax.scan(lambda x, w: (step(x, w), None), x, w)[0],
+    "a branch": lambda step, x, w: jax.lax.cond(jnp.array(True), lambda: step(x, w[1]), lambda: x),
+}
+
+
+@pytest.mark.parametrize("run", TAKES_COPIES.values(), ids=TAKES_COPIES)
+def test_gradients_of_what_loops_and_branches_take_of_copies(run):
+    def step(x, w):
+        return jnp.tanh(einsum("batch/d a, a b ~d -> batch/d b", x, w))
+
+    @shard_map
+    def program(x: f32["batch/d a"], w: f32["layers a/d b"]) -> f32["batch/d b"]:
+        return run(step, x, all_gather("layers a/d b -> layers a b ~d", w))
+
+    x, w = put((8, 4), "batch/d a"), 0.1 * put((3, 4, 4), "layers a/d b")
+    got = jax.jit(jax.grad(lambda w: jnp.sum(program(x, w) ** 2)))(w)
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:1]), "one")):
+        x, w = np.asarray(x), np.asarray(w)
+        want = jax.grad(lambda w: jnp.sum(run(lambda x, w: jnp.tanh(x @ w), jnp.asarray(x), w) ** 2))(w)
+    np.testing.assert_allclose(got, want, rtol=1e-4)

@@ -227,6 +227,30 @@ def test_dimensions_that_were_joined_are_no_slice():
     np.testing.assert_array_equal(again, 2 * a)
 
 
+def test_a_block_of_what_was_joined_is_its_slice_again():
+    """As in a feed-forward layer whose gate and up-projection are one weight."""
+    a, w = numbers(3, 2, 4), numbers(4, 5)
+    flat = lambda a: a.reshape(3, -1)
+    both = {
+        "split": lambda a: jnp.split(flat(a), 2, 1),
+        "sliced": lambda a: (flat(a)[:, : a.shape[2]], flat(a)[:, a.shape[2] :]),
+    }
+    for way in both.values():
+        product = lambda a, w: moved("n o +x -> n o")(tr.einsum("n m/x, m/x o -> n o +x", way(a)[0] * way(a)[1], w))  # noqa: B023
+        found = program(product, "n two m/x", "n o", "m/x o")(a, w)
+        np.testing.assert_array_equal(found, (a[:, 0] * a[:, 1]) @ w)
+    across = {
+        "shifted": lambda a: flat(a)[:, 1:3],
+        "shifted and cut": lambda a: flat(a)[:, 1:][:, :2],
+        "every other": lambda a: flat(a)[:, ::2],
+        "rolled": lambda a: jnp.roll(flat(a), 1, 1)[:, :2],
+        "cut and taken apart": lambda a: flat(a)[:, 1:3].reshape(3, 2, 1)[:, :, 0],
+    }
+    for way in across.values():
+        with pytest.raises(TypeMismatch, match="'m' joins dimensions of which not only the first is sliced"):
+            program(way, "n two m/x", "n m/x")(a)
+
+
 def test_dimensions_that_are_joined_and_cut_at_once_are_no_slices():
     a = numbers(8, 4)
     cut = lambda rows: lambda a: a.reshape(rows, -1)

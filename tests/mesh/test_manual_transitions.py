@@ -258,9 +258,9 @@ def test_a_transition_is_one_collective_and_so_is_its_gradient(text):
     ("text", "message"),
     [
         (
-            "a b -> a b +x",
-            "only a product or a sum over a sliced dimension can make a pending sum, got 'a b -> a b +x', in "
-            "reshard('a b -> a b +x'): remove '+x' on the right",
+            "a/x b -> a b +x",
+            "only a product or a sum over a sliced dimension can make a pending sum, got 'a/x b -> a b +x', in "
+            "reshard('a/x b -> a b +x'): remove '+x' on the right",
         ),
         (
             "a b ~x -> a b",

@@ -332,6 +332,31 @@ def test_fields_of_other_dataclasses_and_tuples():
         Named(jnp.ones(2), jnp.ones(3, jnp.bfloat16)),
         jnp.ones(3),
     )
+    refuses(
+        "got n=2 from argument `pair.a` of `both` and n=3 from argument `other.first` of `both`",
+        both,
+        Pair(jnp.ones(2), None),
+        Named(jnp.ones(3), jnp.ones(3, jnp.bfloat16)),
+        jnp.ones(2),
+    )
+
+
+def test_named_tuples_are_checked_as_dataclasses_are():
+    class Pair(typing.NamedTuple):
+        w: f32["a b"]
+        v: f32["b"] = 0
+
+    @checked
+    def alone(s: Pair) -> None: ...
+
+    @checked
+    def stacked(s: list[Stack["layers", Pair]]) -> None: ...
+
+    alone(Pair(jnp.ones((2, 3)), jnp.ones(3)))
+    stacked([Pair(jnp.ones((4, 2, 3)), jnp.ones((4, 3)))])
+    refuses("got b=3 from argument `s.w`", alone, Pair(jnp.ones((2, 3)), jnp.ones(4)))
+    refuses("got b=3 from argument `s[0].w`", stacked, [Pair(jnp.ones((4, 2, 3)), jnp.ones((4, 5)))])
+    refuses("a value must be of its annotated class, got tuple for Pair", alone, (jnp.ones((2, 3)), jnp.ones(3)))
 
 
 def test_annotations_that_are_texts():

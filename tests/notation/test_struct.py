@@ -1,6 +1,7 @@
 """Structs know their abstract tree."""
 
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -129,3 +130,25 @@ def fields(**annotations):
 def test_what_has_no_abstract_tree(build, message):
     with pytest.raises(NotationError, match=re.escape(message)):
         build()
+
+
+class Chain(typing.NamedTuple):
+    length: int
+    rest: "Chain | None" = None
+
+
+def test_a_named_tuple_is_a_part_of_the_tree():
+    class Moments(typing.NamedTuple):
+        mean: f32["embed/data"]
+        count: int = 0
+
+    @struct
+    class State:
+        moments: Stack["layers", Moments]
+        plain: Moments | None
+        chain: Chain = Chain(1)
+
+    tree = struct_shapes(State, SIZES)
+    assert (tree.moments.mean.shape, tree.moments.count, tree.plain.mean.shape) == ((4, 8), 0, (8,))
+    assert struct_specs(State).plain.mean == PartitionSpec("data")
+    assert len(jax.tree.leaves(State(Moments(jnp.ones(2)), None))) == 2  # a chain of numbers is static

@@ -37,6 +37,7 @@ def reshard(transition: str, x):
         a/x b -> a b/x    all-to-all          (gradient: all-to-all)
         a -> a/x          slice               (gradient: all-gather)
         a -> a ~x         cast                (gradient: all-reduce)
+        a -> a +x         zeros elsewhere     (gradient: nothing moves; in manual mode an all-reduce)
 
     In explicit mode this is one `jax.reshard` for each collective, in manual
     mode the `jax.lax` collectives themselves, in auto mode a sharding

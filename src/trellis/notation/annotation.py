@@ -173,6 +173,18 @@ def alternatives(hint) -> tuple:
     return (hint,)
 
 
+def fields_of(hint) -> dict[str, typing.Any]:
+    """The fields of a dataclass or a `NamedTuple` with their annotations; none of anything else."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        names = [field.name for field in dataclasses.fields(hint)]
+    elif isinstance(hint, type) and issubclass(hint, tuple):
+        names = getattr(hint, "_fields", ())
+    else:
+        return {}
+    hints = hints_of(hint)
+    return {name: hints.get(name) for name in names}
+
+
 def array_types(hint, prefix: Shape | None = None, seen: tuple = ()) -> list[ArrayType]:
     """All array types that a hint mentions, in order, including those in the fields of its classes."""
     if isinstance(hint, ArrayType):
@@ -182,8 +194,6 @@ def array_types(hint, prefix: Shape | None = None, seen: tuple = ()) -> list[Arr
         return array_types(hint.of, lead, seen)
     if typing.get_origin(hint) is not None:
         return [t for arg in typing.get_args(hint) for t in array_types(arg, prefix, seen)]
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint not in seen:
-        hints = hints_of(hint)
-        fields = [hints[field.name] for field in dataclasses.fields(hint)]
-        return [t for field in fields for t in array_types(field, prefix, (*seen, hint))]
-    return []
+    if hint in seen:
+        return []
+    return [t for field in fields_of(hint).values() for t in array_types(field, prefix, (*seen, hint))]

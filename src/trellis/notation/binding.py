@@ -203,11 +203,16 @@ def held_shape(shape: Shape, x) -> Shape | None:
     return real_axes(held, mesh)
 
 
-def partly_manual() -> bool:
-    """Whether some mesh axes are left to the surrounding program. JAX types carry no `+x` and `~x` there."""
+def left_axes() -> frozenset[str]:
+    """The mesh axes that a manual function leaves to the surrounding program; none outside of manual mode."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = frozenset(mesh.manual_axes)
-    return bool(manual) and any(size > 1 for axis, size in mesh.shape.items() if axis not in manual)
+    return frozenset(axis for axis, size in mesh.shape.items() if manual and size > 1 and axis not in manual)
+
+
+def partly_manual() -> bool:
+    """Whether some mesh axes are left to the surrounding program. JAX types carry no `+x` and `~x` there."""
+    return bool(left_axes())
 
 
 def _agrees(wanted: Shape, held: Shape, array) -> bool:

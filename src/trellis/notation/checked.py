@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from trellis.notation.annotation import ArrayType, StackType, alternatives, array_types, hint_text, hints_of
+from trellis.notation.annotation import ArrayType, StackType, alternatives, array_types, fields_of, hint_text, hints_of
 from trellis.notation.binding import Bindings, TypeMismatch, binding, check_array
 from trellis.notation.shape import Shape
 from trellis.notation.typeof import is_array, is_named, typeof
@@ -106,7 +106,7 @@ def arguments(signature, bound, hints, name) -> Iterator[tuple[str, typing.Any, 
 
 
 def check_tree(value, hint, place: str, bindings: Bindings) -> None:
-    """Checks a pytree of arrays against an annotation: arrays, dataclasses, stacks, and containers of them."""
+    """Checks a pytree against an annotation: arrays, dataclasses, named tuples, stacks, and containers of them."""
     if hint is None or not array_types(hint):
         return
     for leaf in typed_leaves(value, hint, place):
@@ -189,7 +189,7 @@ def _resolve(hint, prefix: tuple, value, place: str):
                 f"a value must match one of its annotation's alternatives, got {typeof(value)} for {shown}, in "
                 f"{place}: pass a value of one of these types"
             )
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and array_types(hint):
+    if fields_of(hint) and array_types(hint):
         if not isinstance(value, hint):
             raise TypeMismatch(
                 f"a value must be of its annotated class, got {typeof(value)} for {hint.__name__}, in {place}: pass a "
@@ -213,13 +213,8 @@ def _step(value, hint, key):
     tree = jax.tree_util
     args = typing.get_args(hint)
     if isinstance(key, tree.GetAttrKey):
-        typed = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-        child = getattr(value, key.name)
-        if typed:
-            return child, hints_of(hint).get(key.name), f".{key.name}"
-        if isinstance(value, tuple) and key.name in hints_of(type(value)):  # a NamedTuple
-            return child, hints_of(type(value))[key.name], f".{key.name}"
-        return child, None, f".{key.name}"
+        fields = fields_of(hint) or (fields_of(type(value)) if isinstance(value, tuple) else {})
+        return getattr(value, key.name), fields.get(key.name), f".{key.name}"
     if isinstance(key, tree.SequenceKey):
         child, word = value[key.idx], f"[{key.idx}]"
         if typing.get_origin(hint) is tuple and not (len(args) == 2 and args[1] is Ellipsis):

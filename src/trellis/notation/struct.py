@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import NamedSharding
 
-from trellis.notation.annotation import ArrayType, DType, StackType, alternatives, array_types, hints_of
+from trellis.notation.annotation import ArrayType, DType, StackType, alternatives, array_types, fields_of
 from trellis.notation.binding import real_axes
 from trellis.notation.shape import NotationError, Shape, spec_of
 
@@ -18,7 +18,7 @@ def struct(cls):
     """Makes a class of annotated fields a frozen dataclass and a pytree.
 
     Fields whose annotation mentions an array (`f32["..."]`, another struct,
-    `Stack[...]`, `jax.Array`, or a container of these) are children of the
+    `Stack[...]`, `jax.Array`, or a container or `NamedTuple` of these) are children of the
     pytree; the others (`int`, `str`, ...) are static.
 
     >>> from trellis.notation import Stack, f32
@@ -46,10 +46,11 @@ def struct(cls):
     return jax.tree_util.register_dataclass(cls, data, [name for name in names if name not in data])
 
 
-def _holds_arrays(hint) -> bool:
+def _holds_arrays(hint, seen: tuple = ()) -> bool:
     if isinstance(hint, ArrayType | StackType | DType) or hint is typing.Any or array_types(hint):
         return True
-    if any(_holds_arrays(arg) for arg in typing.get_args(hint)):
+    fields = () if dataclasses.is_dataclass(hint) or hint in seen else fields_of(hint).values()
+    if any(_holds_arrays(part, (*seen, hint)) for part in (*typing.get_args(hint), *fields)):
         return True
     return isinstance(hint, type) and (issubclass(hint, jax.Array) or dataclasses.is_dataclass(hint))
 
@@ -128,23 +129,27 @@ def _build(hint, leaf, prefix: tuple, place: str, static: Mapping):
         return leaf(hint.under(Shape(prefix)) if prefix else hint, f"`{place}`")
     if typing.get_origin(hint) is tuple and Ellipsis not in typing.get_args(hint):
         return tuple(_build(a, leaf, prefix, f"{place}[{i}]", {}) for i, a in enumerate(typing.get_args(hint)))
-    if not (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
+    fields = fields_of(hint)
+    if not fields and not dataclasses.is_dataclass(hint):
         raise NotationError(
             f"an abstract tree needs to know what a field holds, got {hint}, in `{place}`: "
             f"annotate an array, a struct, a tuple of these or Stack[...], or pass a static field's value by name"
         )
-    hints, values = hints_of(hint), dict(static)
-    for field in dataclasses.fields(hint):
-        if not field.init or field.name in values:
+    values, (derived, default) = dict(static), _not_asked(hint)
+    for field, kind in fields.items():
+        if field in values or field in derived or (field in default and not _holds_arrays(kind)):
             continue
-        if not _holds_arrays(hints[field.name]) and _has_default(field):
-            continue
-        values[field.name] = _build(hints[field.name], leaf, prefix, f"{place}.{field.name}", {})
+        values[field] = _build(kind, leaf, prefix, f"{place}.{field}", {})
     return hint(**values)
 
 
-def _has_default(field) -> bool:
-    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+def _not_asked(cls) -> tuple[set[str], set[str]]:
+    """The fields of a class that it is not made with, and those that have a default."""
+    if not dataclasses.is_dataclass(cls):
+        return set(), set(cls._field_defaults)
+    missing, fields = dataclasses.MISSING, dataclasses.fields(cls)
+    default = {f.name for f in fields if f.default is not missing or f.default_factory is not missing}
+    return {f.name for f in fields if not f.init}, default
 
 
 def _name(hint) -> str:

@@ -42,7 +42,7 @@ def slices_kept(operation: Operation, operands: list[tuple], shape: tuple[int, .
         if broadcasts(value.shape, shape) or (name in _ALONG and len(value.shape) == len(shape))
     ]
     if name in _CUT:
-        return alike[0][1]
+        return tuple(_piece(operation, i, axes, shape[i]) for i, axes in enumerate(alike[0][1]))
     kept = [
         max((dims[i] for before, dims in alike if before[i] == size), key=len, default=())
         for i, size in enumerate(shape)
@@ -62,6 +62,28 @@ def broadcasts(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     return len(before) == len(after) and all(size in (1, made) for size, made in zip(before, after))
 
 
+def _piece(operation: Operation, dim: int, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """How a piece of a dimension is sliced. If it is one block of what was joined, it is that block's slice again; and
+    if it is not made of whole blocks, no later piece is one."""
+    blocks = {axis: joined_of(axis) for axis in axes}
+    if operation.operands[0].shape[dim] == size or None in blocks.values():
+        return axes
+    whole = {axis: _cuts_whole(operation, dim, math.prod(block)) for axis, block in blocks.items() if block}
+    if all(whole.values()) and {block and math.prod(block) for block in blocks.values()} == {size}:
+        return tuple(map(bare_axis, axes))
+    return tuple(axis if whole[axis] else _joined(bare_axis(axis), 0, 0) for axis in axes)
+
+
+def _cuts_whole(operation: Operation, dim: int, unit: int) -> bool:
+    """Whether an operation cuts a dimension between blocks of so many elements only."""
+    params = operation.params
+    if unit == 0 or operation.name == "dynamic_slice" or params.get("strides"):
+        return False
+    if operation.name == "split":
+        return all(size % unit == 0 for size in params["sizes"])
+    return params["start_indices"][dim] % unit == 0 == params["limit_indices"][dim] % unit
+
+
 def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> tuple[tuple[str, ...], ...]:
     """How a reshape's result is sliced. A dimension that keeps its size and what stands before it keeps its slices. If
     one is cut into several, the first has them. If several are joined, the result has those of the first, if it alone
@@ -75,12 +97,15 @@ def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> 
         return tuple(out) if 0 in before else dims
     # A block of elements that mesh axes slice lies between two strides: to the next element of it, and past all of it.
     sliced: dict[tuple[int, int], list[str]] = {}
+    strides = _strides(after)
     for size, stride, axes in zip(before, _strides(before), dims, strict=True):
         for axis in axes if size != 1 else ():
             block, within = joined_of(axis) or (size, 1)
-            if size % (block * within) == 0:
+            if block == 0:  # pieces of blocks stay what they are, in the last of the dimensions that they go to
+                inner = [i for i, step in enumerate(strides) if after[i] != 1 and step < stride * size]
+                out[max((i for i in inner if strides[i] >= stride), default=inner[0])] += (axis,)
+            elif size % (block * within) == 0:
                 sliced.setdefault((stride * within, stride * within * block), []).append(bare_axis(axis))
-    strides = _strides(after)
     places = {
         block: next(i for i, stride in enumerate(strides) if after[i] != 1 and stride < block[1]) for block in sliced
     }
@@ -105,7 +130,7 @@ def _joined(axis: str, size: int, stride: int) -> str:
 
 
 def joined_of(axis: str) -> tuple[int, int] | None:
-    """The block of a `JOINED` axis, as its size and stride; None for another axis."""
+    """The block of a `JOINED` axis, as its size and stride, zeros if it was cut; None for another axis."""
     if not axis.startswith(JOINED):
         return None
     size, stride, _ = axis.removeprefix(JOINED).split(".", 2)

@@ -17,8 +17,8 @@ import numpy as np
 
 from trellis._compat import in_a_rule
 from trellis.mesh.manual.ops import marked
-from trellis.mesh.manual.refusals import eqn_line, refusal
-from trellis.notation import PendingSumError
+from trellis.mesh.manual.refusals import among_groups, eqn_line, refusal
+from trellis.notation import NotationError, PendingSumError
 from trellis.notation.binding import Bindings
 from trellis.program.manual import COLLECTIVES, SUMS, axes_over
 from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Value
@@ -122,6 +122,9 @@ class _Check:
 
     def operation(self, operation: Operation, operands: list[Held]) -> list[Held]:
         name = operation.name
+        groups = operation.params.get("axis_index_groups")
+        if groups and COLLECTIVES.get(name) == "all-reduce":  # JAX's types take its result for the same on all devices
+            raise NotationError(among_groups(name, line_of(operation), self.bindings))
         if name == "name":
             begun, ended = marked(operation.params["name"])
             return [dataclasses.replace(operands[0], pending=(operands[0].pending | begun) - ended)]
@@ -130,7 +133,7 @@ class _Check:
         if operation.bodies:
             return self.inner(operation, operands)
         pending = self.pending(operation, [held.pending for held in operands])
-        over = frozenset(axes_over(operation)) if name in COLLECTIVES else _NONE
+        over = frozenset(axes_over(operation)) if name in COLLECTIVES and not groups else _NONE
         settled, same = ([getattr(held, what) for held in operands] for what in ("settled", "same"))
         settled = (_alike_along(settled, operation) - over) | (over if name in _SETTLES else _NONE)
         same = (_alike_along(same, operation) - over) | (over if name in _SAME_AFTER else _NONE)
@@ -178,6 +181,8 @@ class _Check:
         name, outs = operation.name, None
         known = dict(zip(operation.operands, operands, strict=True))
         loop, typed = operation.is_loop, any(map(summed, operation.operands))
+        if name == "scan" and any(map(summed, operation.operands[sum(operation.carries) :])):
+            raise self.refused(operation, operands)  # JAX has no slice of a pending sum at a turn's index
         for body in operation.bodies:
             entering = operation.entering(body)
             given = [known[outer] for _, outer in entering] or [Held()] * len(body.inputs)

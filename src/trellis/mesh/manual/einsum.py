@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 from trellis.mesh.landing import on_mesh_in_force
 from trellis.mesh.manual.ops import mark_pending, vary
 from trellis.mesh.manual.refusals import raise_of_call
-from trellis.mesh.manual.reshard import check_slice, known_axes
-from trellis.notation import Dim, NotationError, Shape, TypeMismatch, parse, typeof
-from trellis.notation.binding import bind_shape, held_shape, live, real_axes
+from trellis.mesh.manual.reshard import check_slice, known_axes, refuse_left
+from trellis.notation import Dim, NotationError, Shape, TypeMismatch, parse, spec_of, typeof
+from trellis.notation.binding import bind_shape, held_shape, left_axes, live, real_axes
 from trellis.notation.state import mesh_of, state_of
 
 
@@ -54,6 +54,7 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
         bind_shape(shape, x, where, bindings)
     if mesh is not None:
         lefts, result = [real_axes(shape, mesh) for shape in lefts], real_axes(result, mesh)
+        refuse_left((*lefts, result), where)
     pending = _check(lefts, result, where)
     letters = _letters(tuple(lefts), result)
     product = functools.partial(jnp.einsum, letters, precision=precision, preferred_element_type=preferred_element_type)
@@ -61,8 +62,10 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
     if "manual" in modes:
         manual = tuple(a for a in mesh.axis_names if a in mesh.manual_axes)
         mentioned = {a for s in (*lefts, result) for a in (*s.mesh_axes, *s.pending, *s.copied)}
-        out = product(*(_local(x, shape, lefts, where, mentioned) for shape, x in zip(lefts, arrays, strict=True)))
-        out = mark_pending(out, tuple(a for a in manual if a in pending), result)
+        sharding = _sharding_left(lefts, arrays, result, where)
+        slices = (_local(x, shape, lefts, where, mentioned) for shape, x in zip(lefts, arrays, strict=True))
+        out = product(*slices, out_sharding=sharding)
+        out = mark_pending(out, tuple(a for a in manual if a in pending and a not in lefts[0].pending), result)
         return out if bindings is None else bindings.made(out, result)
     if "explicit" in modes:
         for shape, x in zip(lefts, arrays, strict=True):
@@ -96,9 +99,9 @@ def _is_jaxs(lefts: list[Shape], result: Shape) -> bool:
     With more than two factors, JAX settles sums between two of them, and counts the result once for each device. A
     partial sum must be over names of both factors, and a copy along the mesh axes that its gradient is summed over.
     """
-    if any(shape.ellipsis for shape in lefts) or not any((*s.mesh_axes, *s.copied) for s in lefts):
+    if any(shape.ellipsis for shape in lefts) or not any((*s.mesh_axes, *s.copied, *s.pending) for s in lefts):
         return True
-    if len(lefts) > 2:
+    if len(lefts) > 2 or lefts[0].pending:
         return False
     axes = {dim.name: dim.axes for shape in lefts for dim in shape.dims}
     summed = [name for name in axes if name not in result.names and axes[name]]
@@ -137,7 +140,7 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
     """Checks that devices can do the product on their own; gives the axes along which its result is pending."""
     slices: dict[str | int, tuple[tuple[str, ...], Shape]] = {}
     for shape in lefts:
-        if shape.pending:
+        if shape.pending and len(lefts) > 1:
             settled = Shape(shape.dims, (), shape.copied, shape.ellipsis)
             raise NotationError(
                 f"a pending sum must be settled before it is multiplied, got '{shape}', in {where}: write "
@@ -166,7 +169,9 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
                 f"'{Dim(name, axes)}' on the right, in {where}: write '{Dim(name, slices[name][0])}' on the right and "
                 "reshard the result"
             )
-    pending = tuple(sorted(a for name, (axes, _) in slices.items() if name not in kept for a in axes))
+    left = left_axes()
+    partial = [a for name, (axes, _) in slices.items() if name not in kept for a in axes if a not in left]
+    pending = tuple(sorted({*partial, *(a for shape in lefts for a in shape.pending)}))
     if result.copied:
         raise NotationError(
             f"the result of a product cannot be a copy, got '~{result.copied[0]}' on the right, in {where}: remove it"
@@ -181,6 +186,11 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
                 f"{where}: write '-> {right}'"
             )
         missing = sorted(set(pending) - set(result.pending))
+        if missing[0] not in partial:
+            raise NotationError(
+                f"the result of a pending sum must be pending too, got '{lefts[0]}' and no '+{missing[0]}' on the "
+                f"right, in {where}: write '-> {right}'"
+            )
         summed = next(str(Dim(n, a)) for n, (a, _) in slices.items() if n not in kept and missing[0] in a)
         raise NotationError(
             f"a sum over a sliced name must be marked as pending, got '{summed}' summed and no '+{missing[0]}' in the "
@@ -222,6 +232,21 @@ def _align(first: Shape, second: Shape, name: str) -> str:
 def _without(shape: Shape, axis: str) -> Shape:
     dims = tuple(Dim(d.name, tuple(a for a in d.axes if a != axis)) for d in shape.dims)
     return Shape(dims, shape.pending, shape.copied, shape.ellipsis)
+
+
+def _sharding_left(lefts: list[Shape], arrays, result: Shape, where: str) -> NamedSharding | None:
+    """How a product lies over the mesh axes that are left to the surrounding program, where it is to sum over one."""
+    parts = {d.name: axes for s, x in zip(lefts, arrays) for d, axes in zip(s.dims[::-1], state_of(x).axes[::-1])}
+    summed = [name for name, axes in parts.items() if axes and name not in result.names]
+    if not summed or len(arrays) == 1:
+        return None
+    if len(arrays) > 2:
+        raise NotationError(
+            f"a sum over a mesh axis that is left to the surrounding program must have two factors, got "
+            f"'{Dim(summed[0], parts[summed[0]])}' summed of {len(arrays)}, in {where}: multiply two of them first"
+        )
+    lead = max((state_of(x).axes[: x.ndim - len(s.dims)] for s, x in zip(lefts, arrays)), key=len)
+    return NamedSharding(mesh_of(arrays[0]), spec_of([*lead, *(parts[name] for name in result.names)], (), ()))
 
 
 def _local(x, shape: Shape, lefts: list[Shape], where: str, mentioned: set[str]):

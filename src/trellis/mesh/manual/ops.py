@@ -128,6 +128,20 @@ def copy(x, axes: Axes):
     return lax.pcast(x, axes, to="varying" if partly_manual() else "reduced")
 
 
+def begin(x, axes: Axes):
+    """`a -> a +x`: a sum of which one device holds all and the others zeros (gradient: an all-reduce of the copies)."""
+    return mark_pending(_only(lax.axis_index(axes), jnp.expand_dims(x, 0), 0).reshape(x.shape), axes)
+
+
+def empty(x, shape: tuple[int, ...], before: Shape, after: Shape):
+    """What a transition makes of an array without elements: XLA neither gathers nor scatters nothing."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    kept = {*varying_axes(x)} - {*before.mesh_axes, *before.pending, *before.copied}
+    x = vary(jnp.zeros(shape, x.dtype, out_sharding=_left(x)), tuple({*kept, *after.mesh_axes}.intersection(manual)))
+    x = mark_pending(x, after.pending)
+    return copy(x, after.copied) if after.copied else x
+
+
 def _product(sizes) -> int:
     return functools.reduce(lambda a, b: a * b, sizes, 1)
 

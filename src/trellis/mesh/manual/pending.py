@@ -3,7 +3,7 @@
 import jax
 
 from trellis.mesh.manual.ops import mark_pending, without_single_axes
-from trellis.mesh.manual.reshard import TransitionError, known_axes
+from trellis.mesh.manual.reshard import TransitionError, known_axes, refuse_left
 from trellis.notation import NotationError, Shape, parse, typeof
 from trellis.notation.binding import bind_shape, live, real_axes
 from trellis.notation.state import mode_of, state_of
@@ -34,6 +34,7 @@ def pending(text: str, x):
     if not shape.pending:
         raise NotationError(f"a partial sum must be written '+axis', got '{shape}', in {where}: write '{shape} +axis'")
     known_axes((shape,), mesh, where)
+    refuse_left((shape,), where)
     bind_shape(shape, x, where, live())
     real: Shape = real_axes(shape, mesh)
     x = without_single_axes(x)

@@ -5,8 +5,8 @@ import os
 import re
 import traceback
 
-from trellis._compat import maps_no_copies
-from trellis.errors import TrellisError
+from trellis._compat import maps_no_copies, of_groups
+from trellis.errors import TrellisError, did_you_mean
 from trellis.frames import in_a_library
 from trellis.mesh.meshes import MeshError, mesh_text
 from trellis.notation import NotationError, PendingSumError, Shape, TypeMismatch
@@ -26,6 +26,8 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
     """Turns JAX's refusal of an operation on a pending sum or a copy into one in the notation; lets others pass."""
     text = str(error)
     line = error_line(error)
+    if of_groups(error):
+        raise NotationError(among_groups("one", line, bindings)) from error
     if maps_no_copies(error):
         raise NotationError(
             f"JAX cannot map over an operation that begins or ends a pending sum or a copy, got one under vmap, "
@@ -88,6 +90,28 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
     raise PendingSumError(refusal(operation, axes, line, bindings)) from error
 
 
+def among_groups(operation: str, line: str, bindings: Bindings) -> str:
+    """The text of a refusal of a collective after which devices are not alike along its mesh axis."""
+    return (
+        f"a collective must run along whole mesh axes, got {operation} with axis_index_groups, in "
+        f"`{bindings.function}`{line}: split that axis of the mesh in two, and use one of them"
+    )
+
+
+def not_along(name: str, function: str, mesh) -> str:
+    """The text of a refusal of a collective of JAX's along an axis that is not manual."""
+    if name in mesh.axis_names:
+        return (
+            f"a collective must run along manual axes, got '{name}', which is left to the surrounding program, in "
+            f"`{function}`: leave it out (a sum over a dimension that '{name}' slices is whole there), or add "
+            f"'{name}' to the axes of shard_map"
+        )
+    return (
+        f"a collective must run along axes of the mesh ({mesh_text(mesh)}), got {name!r}, in `{function}`: "
+        f"{did_you_mean(name, mesh.axis_names)}"
+    )
+
+
 def raise_of_call(error: Exception, name: str, mesh) -> None:
     """Puts what JAX says of a whole call, after its body was traced, into our words; lets any other error pass.
 
@@ -126,7 +150,14 @@ def raise_of_call(error: Exception, name: str, mesh) -> None:
 
 def raise_of_gradient(error: Exception, name: str) -> None:
     """Puts what JAX says when it differentiates a manual function into our words; lets any other error pass."""
-    if re.search(r"Expected cotangent type .*\{[UR]:|reduced rule for .* not implemented", str(error)):
+    text = str(error)
+    wanted = found[1] if (found := re.search(r"Expected cotangent type (.*) but got", text)) else ""
+    if re.search(r"\bR:", wanted):
+        raise TypeMismatch(
+            "JAX can only differentiate sums and rearrangements of a pending sum '+x', got another operation on one "
+            f"(such as `where`), in `{name}`: settle it first"
+        ) from error
+    if re.search(r"\bU:", wanted) or re.search("reduced rule for .* not implemented", text):
         raise _of_a_copy(name) from error
 
 
@@ -143,6 +174,9 @@ def refusal(operation: str, axes, line: str, bindings: Bindings) -> str:
     axes = axes or {a for s in candidates for a in s.pending}
     along = f" along {', '.join(sorted(axes))}" if axes else ""
     fixes = " or ".join(f'reshard("{s} -> {settled(s, axes)}", ...)' for s in candidates[-3:])
+    if operation in ("add", "add_any", "sub") and candidates:
+        last = candidates[-1]
+        fixes += f', or reshard("{settled(last, axes)} -> {last}", ...) of what it is added to,'
     return (
         f"a pending sum can only be added to sums pending over the same axes, reshaped or settled, got {operation} of "
         f"a sum pending{along}, in `{bindings.function}`{line}: write {fixes or 'a reshard that settles it'} first"

@@ -7,7 +7,7 @@ import jax
 from trellis.mesh.manual import ops
 from trellis.mesh.manual.refusals import settled
 from trellis.notation import Shape, TypeMismatch, typeof
-from trellis.notation.binding import bind_shape, live, partly_manual, real_axes
+from trellis.notation.binding import bind_shape, left_axes, live, partly_manual, real_axes
 from trellis.notation.state import state_of
 from trellis.notation.struct import check_divides
 from trellis.notation.transition import Step, plan
@@ -47,9 +47,13 @@ def manual_reshard(before: Shape, after: Shape, x):
         )
     if bindings is not None and written.pending and written in bindings.pending:
         bindings.pending.remove(written)
-    for dim, size in zip(after.dims, _whole(before, x, mesh), strict=True):
+    shape = _whole(before, x, mesh)
+    for dim, size in zip(after.dims, shape, strict=True):
         check_divides(dim.name, size, dim.axes, mesh.shape, where)
-    for step in plan(before, after):
+    steps = plan(before, after)
+    if not x.size and steps:
+        x, steps = ops.empty(x, _part(after, shape, mesh), before, after), []
+    for step in steps:
         # The ledger reads the names off this scope: JAX's types have none.
         with jax.named_scope(f"reshard[{step.before} -> {step.after}]"):
             x = _perform(step, x, where)
@@ -129,6 +133,17 @@ def known_axes(shapes, mesh, where: str) -> None:
                 )
 
 
+def refuse_left(shapes, where: str) -> None:
+    """Refuses pending sums and copies over mesh axes that are left to the surrounding program."""
+    left = left_axes()
+    for sign, axis in ((s, a) for shape in shapes for s in "+~" for a in (shape.pending if s == "+" else shape.copied)):
+        if axis in left:
+            raise TransitionError(
+                f"a text cannot have states of a mesh axis that is left to the surrounding program, which makes these "
+                f"sums itself, got '{sign}{axis}', in {where}: remove it, or add '{axis}' to the axes of shard_map"
+            )
+
+
 def _check_manual(shapes, mesh, where: str) -> None:
     for axis in {a for s in shapes for a in (*s.mesh_axes, *s.pending, *s.copied)} - set(mesh.manual_axes):
         states = [_state(shape, axis) for shape in shapes]
@@ -153,6 +168,12 @@ def _whole(shape: Shape, x, mesh) -> list[int]:
     ]
 
 
+def _part(shape: Shape, sizes: list[int], mesh) -> tuple[int, ...]:
+    """The sizes of one device's slice."""
+    parts = (math.prod(mesh.shape[a] for a in dim.axes if a in mesh.manual_axes) for dim in shape.dims)
+    return tuple(size // part for size, part in zip(sizes, parts, strict=True))
+
+
 def _perform(step: Step, x, where: str):
     match step.kind:
         case "all-gather":
@@ -173,7 +194,8 @@ def _perform(step: Step, x, where: str):
 
 def _cast(step: Step, x, where: str):
     before, after = step.before, step.after
-    if made := sorted(set(after.pending) - set(before.pending)):
+    made = sorted(set(after.pending) - set(before.pending))
+    if any(axis in (*before.mesh_axes, *before.copied) for axis in made):
         raise TransitionError(
             f"only a product or a sum over a sliced dimension can make a pending sum, got '{before} -> {after}', in "
             f"{where}: remove '+{made[0]}' on the right"
@@ -183,4 +205,6 @@ def _cast(step: Step, x, where: str):
             f"a copy ~{dropped[0]} is already whole on each device and cannot be cast back, got '{before} -> "
             f"{after}', in {where}: use the value from before the cast to ~{dropped[0]}"
         )
-    return ops.copy(x, step.axes)
+    x = ops.begin(x, tuple(made)) if made else x
+    copied = tuple(sorted(set(after.copied) - set(before.copied)))
+    return ops.copy(x, copied) if copied else x

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
-from trellis._compat import unknown_axis
-from trellis.errors import did_you_mean
+from trellis._compat import scatter_beside_explicit_axes, unknown_axis, zeros_in_their_states
 from trellis.mesh.landing import placed
 from trellis.mesh.manual.check import check_pending, met_line
-from trellis.mesh.manual.refusals import raise_in_notation, raise_of_call
+from trellis.mesh.manual.refusals import not_along, raise_in_notation, raise_of_call
 from trellis.mesh.manual.reshard import TransitionError, check_slice
 from trellis.mesh.manual.rules import check_rules
 from trellis.mesh.manual.slices import check_slices, joined_in, otherwise, sliced_as
@@ -31,7 +30,7 @@ from trellis.notation import (
     typeof,
 )
 from trellis.notation.annotation import DType, array_types, hint_text, hints_of
-from trellis.notation.binding import bind_shape, binding, check_array, held_shape, real_axes
+from trellis.notation.binding import bind_shape, binding, check_array, held_shape, manual_axes, real_axes
 from trellis.notation.checked import Leaf, is_typed_leaf, typed_leaves
 from trellis.notation.state import mesh_of, mode_of, state_of
 from trellis.notation.struct import check_divides
@@ -42,8 +41,8 @@ from trellis.program.reading import Program
 def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection[str] | None" = None) -> Callable:
     """Runs a function on each device's slices; the annotations say what is sliced over what.
 
-    Arguments and the result are annotated arrays, named arrays, structs,
-    stacks, or containers of these. Inside, an array is one device's slice, but
+    Arguments and the result are annotated arrays, named arrays, structs or
+    other dataclasses, named tuples, stacks, or containers of these. Inside, an array is one device's slice, but
     its type keeps the whole sizes: a name has one length in the call, and the
     texts of `einsum`, `reshard` and the other verbs are checked against it.
 
@@ -200,6 +199,7 @@ class _Call:
         self.manual = tuple(a for a in shown.axis_names if a in (asked | single) - taken)
         left = [a for a in shown.axis_names if a not in (*self.manual, *single)]
         self.partly = bool(left)
+        scatter_beside_explicit_axes() if self.partly else zeros_in_their_states()
 
     def spec(self, kind: ArrayType, place: str, array=None) -> PartitionSpec:
         """How JAX slices an array of this type over the manual axes; an argument's leading dimensions as they are."""
@@ -326,7 +326,7 @@ class _Call:
             result = self.fn(*bound.args, **bound.kwargs)
             place = f"result of `{self.name}`"
             out["tree"] = jax.tree.structure(result, is_leaf=is_typed_leaf)
-            out["leaves"] = typed_leaves(result, self.hints["return"], place)
+            out["leaves"] = [_number(leaf) for leaf in typed_leaves(result, self.hints["return"], place)]
             for leaf in out["leaves"]:
                 if leaf.kind is None and is_array(leaf.value):
                     raise TypeMismatch(
@@ -342,11 +342,8 @@ class _Call:
             try:
                 traced = jax.make_jaxpr(program)(*slices)
             except Exception as error:
-                if (name := unknown_axis(error, self.shape.axis_names)) is not None:
-                    raise MeshError(
-                        f"a collective must run along axes of the mesh ({mesh_text(self.shape)}), got {name!r}, in "
-                        f"`{self.name}`: {did_you_mean(name, self.shape.axis_names)}"
-                    ) from error
+                if (name := unknown_axis(error, manual_axes())) is not None:
+                    raise MeshError(not_along(name, self.name, self.shape)) from error
                 raise_in_notation(error, self.bindings)
                 raise
             read = Program(traced.jaxpr)
@@ -473,6 +470,9 @@ def _number(leaf: Leaf) -> Leaf:
     if leaf.kind is None or leaf.kind.shape.dims or not isinstance(leaf.value, bool | int | float):
         return leaf
     dtype = None if leaf.kind.dtype == "shaped" else DType(leaf.kind.dtype).jax
+    holds = {bool: jnp.generic, int: jnp.number}.get(type(leaf.value), jnp.inexact)
+    if dtype is not None and not jnp.issubdtype(dtype, holds):
+        return leaf
     return dataclasses.replace(leaf, value=jnp.asarray(leaf.value, dtype))
 
 

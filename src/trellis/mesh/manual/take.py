@@ -4,12 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
+from trellis.mesh.linear import linear
 from trellis.mesh.manual.einsum import one_axis_one_name, parse_einsum
 from trellis.mesh.manual.ops import mark_pending, vary
-from trellis.mesh.manual.reshard import check_slice, known_axes
-from trellis.notation import NotationError, Shape
-from trellis.notation.binding import bind_shape, live, real_axes
+from trellis.mesh.manual.reshard import check_slice, known_axes, refuse_left
+from trellis.notation import NotationError, Shape, spec_of
+from trellis.notation.binding import bind_shape, left_axes, live, real_axes
 from trellis.notation.state import mode_of, state_of
 
 Names = tuple[str, ...]
@@ -44,6 +46,7 @@ def take_plain(text: str, table, ids):
         bind_shape(shape, x, where, live())
     if mesh is not None:
         lefts, result = [real_axes(shape, mesh) for shape in lefts], real_axes(result, mesh)
+        refuse_left((*lefts, result), where)
     rows, positions = lefts
     gone = [dim for dim in rows.dims if dim.name not in result.names]
     if len(gone) != 1:
@@ -61,6 +64,11 @@ def take_plain(text: str, table, ids):
                 f"a name that the table and the positions share must be sliced the same way, got '{dim}' and "
                 f"'{positions.dims[positions.names.index(dim.name)]}', in {where}: reshard one of them"
             )
+    if left := left_axes().intersection(name.axes):
+        raise NotationError(
+            f"a lookup cannot move rows, got '{name}' looked up, where '{sorted(left)[0]}' is left to the surrounding "
+            f"program, in {where}: take the rows outside, or add '{sorted(left)[0]}' to the axes of shard_map"
+        )
     own = tuple(dim for dim in positions.dims if dim not in aligned)
     right = Shape((*rows.dims[:i], *own, *rows.dims[i + 1 :]), tuple(sorted(name.axes)))
     if right != result:
@@ -83,9 +91,35 @@ def take_plain(text: str, table, ids):
     if aligned:
         words = rows.names, positions.names, right.names
         lookup = lambda table, ids: aligned_rows(table, [_wide(ids)], (name.name,), words)
+    if left_axes() and AxisType.Explicit in mesh.axis_types:
+        lookup = _on_left(lookup, (rows.names, positions.names, right.names))
     if not name.axes or mode_of(mesh) != "manual":
         return lookup(table, ids)
     return mark_pending(rows_here(table, ids, i, name.axes, lookup), name.axes, result)
+
+
+def _on_left(lookup, words: tuple[Names, Names, Names]):
+    """A lookup by each device along the mesh axes that are left to the surrounding program.
+
+    JAX (0.10.2) differentiates neither its own gather there nor a `shard_map` in another: the gradient is written out.
+    """
+
+    def on(table, ids):
+        axes = [state_of(x).axes for x in (table, ids)]
+        lie = [dict(zip(names, each, strict=True)) for names, each in zip(words, axes)]
+        lie.append({name: lie[0].get(name) or lie[1].get(name, ()) for name in words[2]})
+        specs = [spec_of([each[name] for name in names], (), ()) for names, each in zip(words, lie)]
+        mapped = functools.partial(jax.shard_map, axis_names=left_axes())
+
+        def back(table, ids, gradient):
+            return jax.vjp(lambda table: lookup(table, ids), table)[1](gradient)
+
+        run = mapped(lambda table, ids: lookup(table, ids), in_specs=tuple(specs[:2]), out_specs=specs[2])
+        pull = mapped(back, in_specs=tuple(specs), out_specs=(specs[0],))
+        fixed = jax.lax.stop_gradient(table), ids
+        return linear(lambda fixed, table: run(table, fixed[1]), lambda fixed, g: pull(*fixed, g)[0])(fixed, table)
+
+    return on
 
 
 def rows_here(table, ids, axis: int, sliced: tuple[str, ...], lookup=None):
