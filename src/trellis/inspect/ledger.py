@@ -9,7 +9,7 @@ collectives are operations themselves. What the types do not decide is left to t
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from trellis.inspect.rows import Ledger, Row
+from trellis.inspect.rows import EACH_TURN, Ledger, Row
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_resettled, trace
 from trellis.program.flow import Parameters, constants, repeats, roles, zeros
@@ -78,7 +78,7 @@ class _Rows:
         if operation.name == "while":
             rows = [row for rows in inside for row in rows]
             if self.load is None:
-                yield from (_noted(row, "once a turn of a while loop") for row in rows)
+                yield from (_noted(row, EACH_TURN) for row in rows)
             elif turns := turns_said(operation, self.load):
                 yield from (dataclasses.replace(row, times=row.times * turns) for row in rows)
         elif operation.name == "cond":
