@@ -126,6 +126,21 @@ def _on_each_device(x: NamedArray, axes: frozenset[str]) -> NamedArray:
     return x
 
 
+def of_each_device(x: NamedArray) -> NamedArray:
+    """Inside a mapped program, a value from outside that is differentiated there: whole, and each device's own, so that
+    its gradient is, too. Anything else stays as it is."""
+    layout = current_layout()
+    if layout is None or not layout.mapped or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    elsewhere = state_of(x.array).mode == "none"
+    x = x.with_array(on_mesh(x.array, x.names, "grad"))
+    axes = _mapped(layout, x) if elsewhere else outside(x)
+    if not axes:
+        return x
+    kept = tuple(tuple(a for a in mine if a not in axes) for mine in state_of(x.array).axes)
+    return _on_each_device(move(x, kept, frozenset()), axes)
+
+
 def bring_to_product(x: NamedArray, where: Assignment | None, other: NamedArray) -> NamedArray:
     """An operand as a product wants it; inside a mapped program, also beside a parameter from outside.
 

@@ -129,9 +129,9 @@ def _in_our_words(error: Exception) -> str | None:
         )
     if text.startswith("Resource axis:") and text.rstrip(".").endswith("is not found in mesh: ()"):
         return (
-            "JAX maps a loop that ends otherwise for each row where what it carries is mapped from the first turn on, "
-            "got a while_loop over slices that carries something else too (a counter, say), in vmap: use a scan of a "
-            "fixed length and where(...), or take the name out of the layout's compute"
+            "JAX maps over slices what lies on the mesh, got a value that is on none: a while_loop over slices that "
+            "carries something else too (a counter, say), or an array that jax.grad differentiates inside, in vmap: "
+            "use a scan of a fixed length and where(...), or pass the array as an argument of the mapped function"
         )
     if "pvary is a invariant->variant" in text:  # as in JAX 0.10.2 to 0.12.0
         return (
@@ -145,10 +145,14 @@ def _in_our_words(error: Exception) -> str | None:
         or "refer to an axis marked as manual" in text
     ):  # without a layout; with one, it is whole
         seen = re.split("Got |but |, but:", text)[-1]
+        fix = (
+            "make it an argument of the function, or call vmap inside `with layout:`"
+            if current_layout() is None
+            else "make it an argument of the function, or take a gradient inside with tr.grad"
+        )
         return (
             "a mapped function reads arrays that are whole along the mesh axes it is mapped over, got one in slices "
-            f"of them ({seen.strip().splitlines()[0]}), in vmap: make it an argument of the function, or call vmap "
-            "inside `with layout:`"
+            f"of them ({seen.strip().splitlines()[0]}), in vmap: {fix}"
         )
     if type(error).__name__ == "ShardingTypeError":  # a private name of JAX's
         return (
