@@ -355,7 +355,7 @@ def test_which_faults_are_certain():
 
 
 def _of_what_is_closed_over(a):
-    return a * jax.reshard(jax.reshard(jnp.full((8, 8), 2.0), jax.P("x")), jax.P()).sum()
+    return a * jax.reshard(jax.reshard(jnp.full((8, 8), 2.0) * 3.0, jax.P("x")), jax.P()).sum()
 
 
 def _of_an_argument(a):

@@ -149,6 +149,19 @@ def test_a_loop_that_ends_otherwise_for_each_row():
         assert "use a scan of a fixed length and where" in str(error.value)
 
 
+def test_linear_algebra_is_mapped_one_row_after_the_other():
+    """JAX has no QR and no inverse over slices; its error comes while the program is lowered, or before."""
+    rows = np.stack([np.eye(4, dtype=np.float32) * (i + 2) for i in range(8)])
+    triangle = lambda x: tr.named(jnp.linalg.qr(x.array)[1], "i j")
+    inverse = lambda x: tr.named(jnp.linalg.inv(x.array), "i j")
+    with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):
+        x = tr.named(rows, "b i j")
+        for fn, run in ((triangle, tr.named_jit), (triangle, lambda f: f), (inverse, tr.named_jit)):
+            with pytest.raises(MeshError, match="tr.map"):
+                run(tr.vmap(fn, "b"))(x)
+        np.testing.assert_allclose(tr.named_jit(tr.map(inverse, "b"))(x), np.linalg.inv(rows), rtol=1e-5)
+
+
 UPDATES = {
     "add": lambda x, ids: x.at["e", ids].add(x["e", ids] * 2),
     "add along a slice": lambda x, ids: x.at["o", ids].add(x["o", ids] * 2),

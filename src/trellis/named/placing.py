@@ -29,6 +29,7 @@ from trellis.named.axis import NamesError
 from trellis.named.operand import on_mesh, refuse_dealt, types_of
 from trellis.notation import Shape, spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
+from trellis.notation.struct import check_divides
 
 Assignment = dict[str, tuple[str, ...]]
 
@@ -304,8 +305,12 @@ def spread(x: NamedArray, names: tuple[str, ...], where: Assignment | None, size
     places = [names.index(name) for name in x.names]
     array = transpose_array(x.array, places)
     shape = tuple(sizes[name] for name in names)
-    state = state_of(array)
-    spec = spec_of([where[name] for name in names], state.pending) if where and state.mode == "explicit" else None
+    state, spec = state_of(array), None
+    if where and state.mode == "explicit":
+        mesh = jax.typeof(array).sharding.mesh.shape
+        for name in names:
+            check_divides(name, sizes[name], where[name], mesh, f"'{'/'.join((name, *where[name]))}'")
+        spec = spec_of([where[name] for name in names], state.pending)
     return jax.lax.broadcast_in_dim(array, shape, sorted(places), out_sharding=spec and sharding_on(array, spec))
 
 

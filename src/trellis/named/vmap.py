@@ -157,8 +157,8 @@ def _in_our_words(error: Exception) -> str | None:
     if type(error).__name__ == "ShardingTypeError":  # a private name of JAX's
         return (
             "JAX maps an operation over slices where it knows how these are sliced, got one where it does not "
-            f"({text.splitlines()[0]}), in vmap: use operations by name, where(...) instead of cond, or take that name "
-            "out of the layout's compute"
+            f"({text.splitlines()[0]}), in vmap: use operations by name, where(...) instead of cond, tr.map instead of "
+            "vmap for linear algebra, or take that name out of the layout's compute"
         )
     return None
 
