@@ -57,7 +57,7 @@ def test_a_loss_per_example(layout, kind):
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("layout", ["fsdp", "data", "fsdp and tensor", "fsdp over two"])
 def test_a_gradient_for_each_example_by_what_is_closed_over(layout):
-    """Whether it rests sliced over the mesh axes that are mapped over, or comes from NumPy; also differentiated again."""
+    """Whether it rests in slices of the mapped mesh axes or comes from NumPy; also if it is differentiated again."""
     each = lambda w, x: tr.vmap(lambda x: tr.grad(lambda w: _loss(x, w))(w), "b")(x)
     again = lambda w, x: (each(w, x), tr.grad(lambda w: (each(w, x) ** 2).sum())(w))
     from_numpy, x = tr.named(W, "e o"), tr.named(X, "b e")

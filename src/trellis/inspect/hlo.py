@@ -224,7 +224,7 @@ class Program:
         return made[0] if len(made) == 1 else ""
 
     def trip_count(self, loop: Instruction, load: float | None = None) -> int | None:
-        """How often a `while` runs: from `known_trip_count` or from how it counts (`counting.py`); None if neither says.
+        """How often a `while` runs, from `known_trip_count` or from how it counts (`counting.py`); None if unknown.
 
         Args:
             loop: the instruction.
