@@ -9,11 +9,12 @@ the FLOPs that a mixture cannot do without. Each is called twice in turn and tim
 takes memory that another gave back; the least processor time counts. 8 experts of 512 rows each, 128 of as many, and
 128 of 128, whose matrices are as large as their rows.
 
-On TPUs: the same of a layer of Mixtral 8x7B in bfloat16, 8 experts on 8 chips, 2,048 tokens each, or of DeepSeek-V3, 4
-experts on each chip, 8 for each of its 4,096 tokens; compiled ahead of time (needs libtpu, no TPU). `other` is libtpu's
-own estimate of everything but collectives and its grouped kernels, which have none, over the bound, in cycles
-of the chip's matrix units. The kernels are all products forward and backward, which are the bound where the load
-is even; the products of the dense way are in `other`. `wire` is what one chip sends, of a ragged exchange at most.
+On TPUs: the same of a layer of Mixtral 8x7B in bfloat16, 8 experts on 8 chips, 2,048 tokens each, of DeepSeek-V3, 4
+experts on each chip, 8 for each of its 4,096 tokens, of GPT-OSS-20B or of Qwen3-30B-A3B, 8,192 tokens a chip; compiled
+ahead of time (needs libtpu, no TPU). `other` is libtpu's own estimate of everything but collectives and kernels, which
+have none, over the bound, in cycles of the chip's matrix units. The kernels are what experts do between their products,
+and all products forward and backward, which are the bound where the load is even; the products of the dense way are in
+`other`. `wire` is what one chip sends, of a ragged exchange at most.
 Further rounds of an exchange, which run only where the load is uneven, are left out of both.
 """
 
@@ -31,13 +32,16 @@ from train_speed import processor
 import trellis as tr
 import trellis_start
 from trellis.inspect import parse_program
-from trellis.nn.moe import choose, mix, score
+from trellis.nn.gate import ClampedSwiGLU
+from trellis.nn.moe import Biases, choose, mix, score
 from trellis.plan import chips
 
-# On TPUs: sizes of a layer on 8 chips, and how many experts a token chooses.
+# On TPUs: sizes of a layer on 8 chips, how many experts a token chooses, and whether experts have biases.
 LAYERS = {
-    "mixtral_8x7b": (dict(experts=8, batch=8, pos=2048, embed=4096, mlp=14_336), 2),
-    "deepseek_v3": (dict(experts=32, batch=8, pos=4096, embed=7168, mlp=2048), 8),
+    "mixtral_8x7b": (dict(experts=8, batch=8, pos=2048, embed=4096, mlp=14_336), 2, False),
+    "deepseek_v3": (dict(experts=32, batch=8, pos=4096, embed=7168, mlp=2048), 8, False),
+    "gpt_oss_20b": (dict(experts=32, batch=8, pos=8192, embed=2880, mlp=2880), 4, True),
+    "qwen3_30b_a3b": (dict(experts=128, batch=8, pos=8192, embed=2048, mlp=768), 8, False),
 }
 # On a CPU: experts, choices, sequences of 256 tokens; ways on one device, and on two.
 MIXTURES = {
@@ -48,6 +52,7 @@ MIXTURES = {
 WAYS = ("dense", "grouped", "gather", "ragged", "slots")
 LAYOUT = ({"experts": "expert"}, {"experts": "expert", "batch": "expert"})
 NAMES = ("batch pos embed", "embed routes", "experts embed mlp", "experts embed mlp", "experts mlp embed")
+OF_BIASES = ("experts mlp", "experts mlp", "routes embed")
 
 
 def shapes(experts: int, batch: int, pos: int, embed: int, mlp: int) -> list[tuple[int, ...]]:
@@ -55,13 +60,14 @@ def shapes(experts: int, batch: int, pos: int, embed: int, mlp: int) -> list[tup
     return [(batch, pos, embed), (embed, experts), into, into, (experts, mlp, embed)]
 
 
-def loss(way: str, choices: int, x, router, *experts):
-    out = mix(x, choose(score(x, router), choices), *experts, way=way)
+def loss(way: str, choices: int, x, router, gate, up, down, *biases):
+    how = dict(biases=Biases(*biases), gated=ClampedSwiGLU(7.0)) if biases else {}
+    out = mix(x, choose(score(x, router), choices), gate, up, down, way=way, **how)
     return (out * out).sum().array.astype(jnp.float32)
 
 
-def step(way: str, choices: int):
-    return jax.value_and_grad(functools.partial(loss, way, choices), argnums=tuple(range(5)))
+def step(way: str, choices: int, arrays: int = len(NAMES)):
+    return jax.value_and_grad(functools.partial(loss, way, choices), argnums=tuple(range(arrays)))
 
 
 def bound(choices: int, x, router, gate, up, down):
@@ -107,7 +113,10 @@ def on_cpu(rounds: int, experts: int, choices: int, batch: int) -> None:
 
 
 def on_tpu(chosen: str, layer: str, ways: list[str]) -> None:
-    sizes, choices = LAYERS[layer]
+    sizes, choices, biased = LAYERS[layer]
+    experts, mlp, embed = (sizes[name] for name in ("experts", "mlp", "embed"))
+    of_biases = [(experts, mlp), (experts, mlp), (experts, embed)] * biased
+    names = (*NAMES, *OF_BIASES * biased)
     devices = tr.target_devices(chosen)
     mesh = tr.make_mesh(devices, expert=len(devices))
     tokens = sizes["batch"] * sizes["pos"] // len(devices)
@@ -116,18 +125,19 @@ def on_tpu(chosen: str, layer: str, ways: list[str]) -> None:
     cycles = flops / (chip.bf16_flops / chip.clock)
     print(f"{chosen}, libtpu's schedule: {tokens} tokens a chip, {' '.join(f'{k} {v}' for k, v in sizes.items())},")
     print(f"bfloat16, forward and backward; the bound is {cycles / 1e6:.1f}M cycles\n")
-    print(f"{'way':10}  other / bound  temporaries       wire  grouped kernels  compiled in")
+    print(f"{'way':10}  other / bound  temporaries       wire          kernels  compiled in")
     for way in ways:
         with tr.Layout(mesh, *LAYOUT) as layout:
             given = [
                 tr.named(jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=layout.sharding(n.split())), n)
-                for s, n in zip(shapes(**sizes), NAMES, strict=True)
+                for s, n in zip([*shapes(**sizes), *of_biases], names, strict=True)
             ]
-            rows = tr.ledger(step(way, choices), *given)
+            made = step(way, choices, len(names))
+            rows = tr.ledger(made, *given)
             wire = sum(row.wire * row.times for row in rows if "turn of a while" not in row.note)
             begun = time.perf_counter()
             try:
-                compiled = jax.jit(step(way, choices)).lower(*given).compile()
+                compiled = jax.jit(made).lower(*given).compile()
             except jax.errors.JaxRuntimeError as error:
                 print(f"{way:10}  {str(error).splitlines()[0][:90]}")
                 continue
@@ -143,7 +153,7 @@ def on_tpu(chosen: str, layer: str, ways: list[str]) -> None:
 
 
 def always_run(text: str) -> tuple[int, int]:
-    """Estimated cycles, and grouped kernels, outside of loops whose number of turns is known only when they run."""
+    """Estimated cycles, and kernels, outside of loops whose number of turns is known only when they run."""
     program = parse_program(text)
     below: set[str] = set()
     loops = [i for i in program.by_name.values() if i.op == "while" and program.trip_count(i) is None]
@@ -158,7 +168,7 @@ def always_run(text: str) -> tuple[int, int]:
             continue
         found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
         cycles += int(found[1]) * times if found else 0
-        kernels += times * instruction.name.startswith(("ragged-dot-none", "grouped_"))
+        kernels += times * instruction.name.startswith(("ragged-dot-none", "grouped_", "experts_gate_"))
     return cycles, kernels
 
 

@@ -27,7 +27,7 @@ def shares(plan: Plan) -> tuple[float, float, float]:
     """Seconds of a step's computation, of experts' products and gates, and of the rest of `nn/moe`."""
     lines = [line for line in plan.times.lines if not line.axes]
     mixed = [line for line in lines if line.source.split(":")[0] in FILES]
-    gates = lambda line: "(_hidden)" in line.source or line.source.startswith("experts.py:")
+    gates = lambda line: line.source.endswith(("(_hidden)", "(_activated)")) or line.source.startswith("experts.py:")
     products = [line for line in mixed if line.kind in ("grouped", "product") or gates(line)]
     whole, all_mixed, computed = (sum(line.seconds for line in found) for found in (lines, mixed, products))
     return whole, computed, all_mixed - computed

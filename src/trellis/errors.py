@@ -22,9 +22,9 @@ class UserError(TrellisError):
         where: the file, option, field or call they came from.
         fix: what to do about it.
 
-    >>> print(UserError("A batch is split evenly.", seen="batch_size=7, data=4", where="--batch_size",
+    >>> print(UserError("A batch must be split evenly.", seen="batch_size=7, data=4", where="--batch_size",
     ...                 fix="use 4 or 8"))
-    A batch is split evenly.
+    A batch must be split evenly.
       seen:  batch_size=7, data=4
       where: --batch_size
       fix:   use 4 or 8

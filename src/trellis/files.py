@@ -51,7 +51,7 @@ def load_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_each_once(yaml.SafeLoader))
     except RecursionError:
-        raise yaml.YAMLError("too many lists or mappings within each other") from None
+        raise yaml.YAMLError("lists or mappings are nested too deeply") from None
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def _each_once(loader: Any) -> Any:
             pairs = node.value if isinstance(node, yaml.MappingNode) else ()
             for key in [key for key, _ in pairs if isinstance(key, yaml.ScalarNode)]:
                 if key.value in seen:
-                    raise ConstructorError(None, None, f"`{key.value}` stands twice", key.start_mark)
+                    raise ConstructorError(None, None, f"`{key.value}` is written twice", key.start_mark)
                 seen.add(key.value)
             return super().construct_mapping(node, deep)
 

@@ -10,7 +10,7 @@ class FrozenMap(dict):
         return hash(tuple(self.items()))
 
     def _refuse(self, *_: object, **__: object) -> typing.NoReturn:
-        raise TypeError("a configuration is frozen: build another with dataclasses.replace")
+        raise TypeError("a configuration cannot be changed: make a changed copy with dataclasses.replace")
 
     __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = _refuse
 

@@ -70,8 +70,8 @@ def second_run(case: Case) -> str:
     first = case.start(*case.part())
     case.moment(first)
     second = case.start(*case.part()).end()
-    ends = case.expect(first.end(), (DONE, WRONG), "One process at a time"), second
-    case.expect(second, (DONE, WRONG), "One process at a time")
+    ends = case.expect(first.end(), (DONE, WRONG), "Only one process at a time"), second
+    case.expect(second, (DONE, WRONG), "Only one process at a time")
     if all(end.code for end in ends):
         raise Wrong("both were refused")
     return "one was refused" if any(end.code for end in ends) else "the first had ended"
@@ -152,7 +152,7 @@ def damaged_checkpoints(case: Case) -> str:
     for checkpoint in case.checkpoints():
         (checkpoint / "state" / "_METADATA").unlink()
     for _ in range(2):  # a second time, too: nothing begins anew without a word
-        case.expect(case.start().end(), (WRONG,), "A run resumes from a checkpoint that is whole.")
+        case.expect(case.start().end(), (WRONG,), "A run can resume only from a complete, undamaged checkpoint.")
     shutil.rmtree(case.run)
     backup.rename(case.run)
     return "refused in one message"
@@ -179,7 +179,7 @@ def read_only(case: Case) -> str:
     words = ["train", str(case.run_file), "--run-dir", str(case.run), "--devices", "2"]
     command = [*wrapper, "sh", "-c", script, "sh", sys.executable, "-m", "trellis_start", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    parts = ("trellis: A run's folder can be made and written.", "Read-only file system", "Traceback")
+    parts = ("trellis: The run's folder must be writable.", "Read-only file system", "Traceback")
     if done.returncode != WRONG or [part in done.stderr for part in parts] != [True, True, False]:
         raise Wrong(f"exit code {done.returncode}: {done.stderr[-2000:]}")
     return "refused in one message"

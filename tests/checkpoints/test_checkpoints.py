@@ -154,7 +154,7 @@ def largest(folder):
 @pytest.mark.parametrize(
     "harm, words",
     [
-        (lambda f: flip(largest(f)), "does not hold the bytes that were written (checksum)"),
+        (lambda f: flip(largest(f)), "has changed since it was written (checksum)"),
         (lambda f: largest(f).write_bytes(largest(f).read_bytes()[:-1]), "were written"),
         (lambda f: largest(f).unlink(), "is missing"),
         (lambda f: (f / "manifest.json").write_text("{"), "JSONDecodeError"),
@@ -162,7 +162,7 @@ def largest(folder):
             lambda f: (f / "manifest.json").write_text(
                 (f / "manifest.json").read_text().replace('"step": 2', '"step": 9')
             ),
-            "manifest.json does not hold what was written (checksum)",
+            "manifest.json has changed since it was written (checksum)",
         ),
     ],
     ids=["a bit", "cut short", "gone", "manifest cut", "manifest changed"],
@@ -189,9 +189,9 @@ def test_all_damaged_is_an_error(tmp_path, wide):
         checkpoints.save(1, state)
         checkpoints.wait()
         flip(largest(checkpoints.path(1)))
-        with pytest.raises(UserError, match="A run resumes from a checkpoint that is whole") as error:
+        with pytest.raises(UserError, match="A run can resume only from a complete, undamaged checkpoint") as error:
             checkpoints.restore(abstract(state))
-        assert error.value.fix == "restore a copy of the folder, or start a new run in another one"
+        assert error.value.fix == "restore a copy of the folder, or start a new run in another folder"
         with pytest.raises(UserError, match="damaged-step-00000001 and no other"):  # nor does it begin anew next time
             checkpoints.restore(abstract(state))
 
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_left_alone(tmp_path, wid
         later = {**json.loads(path.read_text()), "format": 2}
         later.pop("crc")
         path.write_text(json.dumps({**later, "crc": own_checksum(later)}))
-        with pytest.raises(UserError, match="by the version of Trellis that wrote it") as error:
+        with pytest.raises(UserError, match="a format that this version of Trellis can read") as error:
             checkpoints.restore(abstract(state))
         assert error.value.seen == "format 2, and this version reads 1"
         assert error.value.where == str(checkpoints.path(1)) and checkpoints.steps() == [1]
@@ -232,7 +232,7 @@ def test_only_the_padding_of_an_axis_may_change(tmp_path, wide, saved_rows, rows
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, saved)
         checkpoints.wait()
-        with pytest.raises(UserError, match="only the padding of a vocabulary may change"):
+        with pytest.raises(UserError, match="only the padding of a vocabulary can change"):
             checkpoints.restore(target)
         with pytest.raises(UserError, match=r"saved float32\[\d+x8\] \(vocab embed\), wanted float32\[\d+x8\]"):
             checkpoints.restore(target, resizable={"vocab": 15 if rows == 14 else 17})
@@ -269,12 +269,12 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path, w
     state, empty = state_on(wide), put(wide, P(), np.zeros((3, 0), np.float32))
     with Checkpoints(tmp_path) as checkpoints:
         for step in (-1, 2.5, jnp.int32(-3)):
-            with pytest.raises(UserError, match="A checkpoint is that of a number of steps"):
+            with pytest.raises(UserError, match="The step of a checkpoint must be a whole number, 0 or more"):
                 checkpoints.save(step, state)
         for bad, seen in (({}, "a state without leaves"), ({"w": empty}, r"\(3, 0\)")):
-            with pytest.raises(UserError, match=f"arrays of one element at least(.|\n)*{seen}"):
+            with pytest.raises(UserError, match=f"only arrays of at least one element(.|\n)*{seen}"):
                 checkpoints.save(1, bad)
-        with pytest.raises(UserError, match=r"is written as JSON(.|\n)*ndarray is not JSON serializable"):
+        with pytest.raises(UserError, match=r"must be valid JSON(.|\n)*ndarray is not JSON serializable"):
             checkpoints.save(1, state, data={"position": np.arange(3)})
         assert list(tmp_path.iterdir()) == []
         assert checkpoints.save(state["step"], state)
@@ -291,7 +291,7 @@ def test_a_target_on_a_mesh_says_where_its_arrays_lie(tmp_path, axis_type):
     with layout, Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, initial())
         checkpoints.wait()
-        with pytest.raises(UserError, match="On a mesh a target says where its arrays are to lie") as error:
+        with pytest.raises(UserError, match="On a mesh, the arrays of a target must have shardings") as error:
             checkpoints.restore(jax.eval_shape(initial))
         assert error.value.where in ("key", "w") and error.value.fix.startswith("pass trellis.abstract(target)")
         restored = checkpoints.restore(trellis.abstract(jax.eval_shape(initial))).state
@@ -310,7 +310,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, wide):
 
 
 def test_a_run_keeps_its_newest_checkpoint(tmp_path):
-    with pytest.raises(UserError, match="keeps at least its newest checkpoint"):
+    with pytest.raises(UserError, match="must keep at least its newest checkpoint"):
         Checkpoints(tmp_path, keep_latest=0)
 
 

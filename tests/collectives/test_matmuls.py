@@ -155,45 +155,46 @@ BAD = [
     (
         (gather_matmul, "batch/x embed/y", "embed mlp/y", "batch/x mlp/y"),
         Ring(axis="z"),
-        "a ring runs along an axis of the mesh, got 'z' where the mesh has x, y, in gather_matmul('batch/x embed/y, "
-        "embed mlp/y -> batch/x mlp/y', ring=Ring('z')): use one of these, or add 'z' to the mesh (size 1 will do)",
+        "a ring must run along an axis of the mesh, got 'z' where the mesh has x, y, in gather_matmul('batch/x "
+        "embed/y, embed mlp/y -> batch/x mlp/y', ring=Ring('z')): use one of these, or add 'z' to the mesh (size 1 "
+        "will do)",
     ),
     (
         GATHER,
         Ring(axis="y", chunks=16),
-        "a slice has at least one row for each of its chunks, got embed=8 on a device and chunks=16, in "
+        "a slice needs at least one row for each chunk, got embed=8 on a device and chunks=16, in "
         "gather_matmul('batch/x embed/y, embed mlp/y -> batch/x mlp/y', ring=Ring('y')): use 8 chunks or fewer",
     ),
     (
         GATHER,
         Ring(axis="y", chunks=3),
-        "the chunks of a slice are equal, got embed=8 on a device and chunks=3, in gather_matmul('batch/x embed/y, "
-        "embed mlp/y -> batch/x mlp/y', ring=Ring('y')): use 2 chunks, or a multiple of 3 rows",
+        "a slice must split into equal chunks, got embed=8 on a device and chunks=3, in gather_matmul('batch/x "
+        "embed/y, embed mlp/y -> batch/x mlp/y', ring=Ring('y')): use 2 chunks, or a multiple of 3 rows",
     ),
     (
         (matmul_scatter, "batch/x mlp/y", "mlp/y odd", "batch/x odd/y"),
         Ring(axis="y"),
-        "the devices of the ring each get a slice of 'odd', got odd=6 on y=4 devices, in matmul_scatter('batch/x mlp/y,"
-        " mlp/y odd -> batch/x odd/y', ring=Ring('y')): use a multiple of 4",
+        "'odd' must be divisible by the number of devices in the ring, got odd=6 on y=4 devices, in "
+        "matmul_scatter('batch/x mlp/y, mlp/y odd -> batch/x odd/y', ring=Ring('y')): use a multiple of 4",
     ),
     (
         (matmul_reduce, "batch/x mlp/y", "mlp/y odd", "batch/x odd"),
         Ring(axis="y"),
-        "the devices of the ring each sum up a slice of the result, got odd=6 on y=4 devices, in matmul_reduce('batch/x"
-        " mlp/y, mlp/y odd -> batch/x odd', ring=Ring('y')): use a multiple of 4",
+        "a dimension of the result must be divisible by the number of devices in the ring, got odd=6 on y=4 devices, "
+        "in matmul_reduce('batch/x mlp/y, mlp/y odd -> batch/x odd', ring=Ring('y')): use a multiple of 4",
     ),
     (
         (gather_matmul, "batch/x embed", "embed mlp/y", "batch/x mlp/y"),
         Ring(axis="y"),
-        "the ring gathers a name of the first operand, got 'batch/x embed', which 'y' does not slice, in "
+        "the ring's axis must slice a name of the first operand, got 'batch/x embed', which 'y' does not slice, in "
         "gather_matmul('batch/x embed, embed mlp/y -> batch/x mlp/y', ring=Ring('y')): write which name it slices",
     ),
     (
         (matmul_scatter, "batch/x mlp", "mlp embed", "batch/x embed/y"),
         Ring(axis="y"),
-        "'y' slices the summed name, got 'batch/x mlp' and 'mlp embed', in matmul_scatter('batch/x mlp, mlp embed -> "
-        "batch/x embed/y', ring=Ring('y')): write 'batch/x in/y, in/y out -> ...', so that each device has a partial "
-        "sum",
+        "'y' must slice the summed name in the same way in both operands, got 'batch/x mlp' and 'mlp embed', in "
+        "matmul_scatter('batch/x mlp, mlp embed -> batch/x embed/y', ring=Ring('y')): write 'batch/x in/y, in/y out "
+        "-> ...', so that each device has a partial sum",
     ),
 ]
 
@@ -218,18 +219,18 @@ def test_refused_before_anything_is_compiled(mesh, product, ring, message):
 
 
 def test_a_ring_has_at_least_one_chunk():
-    message = "a slice travels in at least one chunk, got chunks=0, in Ring('y'): pass 1 or more"
+    message = "a slice must travel in at least one chunk, got chunks=0, in Ring('y'): pass 1 or more"
     with pytest.raises(RingError, match=re.escape(message)):
         Ring(axis="y", chunks=0)
 
 
 def test_outside_of_manual_mode(mesh):
-    message = "a ring runs in manual mode, with all mesh axes, got another mode"
+    message = "a ring must run in manual mode over all mesh axes, got another mode"
     with pytest.raises(RingError, match=message):
         gather_matmul("a/y b, b c -> a c", jnp.ones((4, 2)), jnp.ones((2, 2)), ring=Ring(axis="y"))
 
 
 def test_a_block_has_three_types(mesh):
-    message = "a feed-forward block has the types of x, of the weights into it, and out of it, got 1"
+    message = "a feed-forward block needs three types, of x, of the weights into it and of the weight out of it, got 1"
     with pytest.raises(RingError, match=message):
         feed_forward("batch embed", None, [], None, None, ring=Ring(axis="y"))

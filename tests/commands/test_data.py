@@ -45,7 +45,9 @@ def test_options_of_tokenize(tmp_path, capsys):
     assert "left out: 1 by the filter, 0 that could not be read" in capsys.readouterr().out
     assert open_store(out).num_documents == 1 and open_store(out).about["chunk_tokens"] == 64
     assert main(words) == 2
-    assert "A store is continued with the inputs and options it was begun with." in capsys.readouterr().err
+    assert (
+        "A store can be continued only with the inputs and options that it was begun with." in capsys.readouterr().err
+    )
     assert main([*words, "--restart"]) == 0 and open_store(out).num_documents == 2
 
 
@@ -54,7 +56,7 @@ def test_skipped_documents_are_named(tmp_path, capsys):
     words = ["tokenize", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "o"), "--bytes", "--workers", "0"]
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert said.startswith("trellis: Every document can be read.\n  seen:  not JSON") and "line 2" in said
+    assert said.startswith("trellis: Every document must be readable.\n  seen:  not JSON") and "line 2" in said
     assert main([*words, "--on-error", "skip"]) == 0
     said = capsys.readouterr()
     assert "left out: 0 by the filter, 1 that could not be read" in said.out and "in.jsonl, line 2" in said.err
@@ -90,9 +92,12 @@ def test_chat(tmp_path):
         ),
         (["--out", "x", "--bytes", "dataset:a", "b.txt"], "dataset:a b.txt"),
         (["--out", "x", "--bytes", "a.txt", "--separator", "\\"], "`\\`: \\ at end of string"),
-        (["--out", "x", "--bytes", "dataset:a", "--format", "json"], "json, of dataset:a: it has no effect"),
-        (["--out", "x", "--bytes", "--field", "a"], "a, of the sources of Python's standard library: it has no effect"),
-        (["--out", "x", "--bytes", "--train-bytes", "9"], "9, of a tokenizer that is there: it has no effect"),
+        (["--out", "x", "--bytes", "dataset:a", "--format", "json"], "json, for dataset:a: it has no effect"),
+        (
+            ["--out", "x", "--bytes", "--field", "a"],
+            "a, for the sources of Python's standard library: it has no effect",
+        ),
+        (["--out", "x", "--bytes", "--train-bytes", "9"], "9, for an existing tokenizer: it has no effect"),
         (["--out", "x", "--bytes", "--end-of-document", "</s>"], "</s>, of a tokenizer that is made here"),
     ],
 )
@@ -135,7 +140,7 @@ def test_verify(tmp_path, capsys):
     chunk.write_bytes(chunk.read_bytes()[:-1])
     assert main(["data", "verify", store.url]) == 2
     said = capsys.readouterr().out
-    assert re.search(r"tokens/c/1: 131 bytes where 132 belong; documents \d+ to \d+, from .*in?.jsonl", said) or (
+    assert re.search(r"tokens/c/1: 131 bytes instead of 132; documents \d+ to \d+, from .*in?.jsonl", said) or (
         "store.jsonl" in said
     )
     assert "damaged in 1 places" in said
@@ -195,6 +200,6 @@ def test_a_run_whose_chats_have_no_answer_is_refused_and_tokenizers_are_compared
     run = ["train", "tiny", "--devices", "1", "--run-dir", str(tmp_path / "run"), "--model.vocab", "257",
            "--data.source.kind", "store", "--data.source.path"]  # fmt: skip
     assert main([*run, str(tmp_path / "chat"), "--evaluation.every", "null"]) == 2
-    assert "A run learns from tokens that count in its loss.\n  seen:  42 tokens, none of" in capsys.readouterr().err
+    assert "A store must have tokens that count in the loss.\n  seen:  42 tokens, none of" in capsys.readouterr().err
     assert main([*run, str(tmp_path / "text"), "--data.source.validation", str(tmp_path / "bpe")]) == 2
-    assert "A run's data and its model use one tokenizer." in capsys.readouterr().err
+    assert "A run's data and its model must use the same tokenizer." in capsys.readouterr().err

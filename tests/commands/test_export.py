@@ -70,7 +70,7 @@ def test_out_and_in(run_folder, tmp_path, capsys):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert re.match(r"llama of [\d,]+ parameters\nfolder   ", out)
-    assert "without text: the recipe's has 4,096 token ids, and the model 257\n" in out
+    assert "no text: that of the recipe has 4,096 token ids, and the model 257\n" in out
     assert open_run(back).model == MODEL
     before, after = (jax.device_get(model_of(folder)) for folder in (run_folder, back))
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
@@ -135,20 +135,25 @@ def refused(capsys, *words):
 def test_refusals(run_folder, tmp_path, capsys):
     assert "no such folder" in refused(capsys, "export", str(tmp_path / "none"), "--to", str(tmp_path / "x"))
     assert "seen:  step 3" in refused(capsys, "export", str(run_folder), "--to", str(tmp_path / "x"), "--step", "3")
-    assert "A Hugging Face folder has a config.json." in refused(capsys, "import", str(tmp_path))
-    assert "A count is 1 or more." in refused(capsys, "generate", str(run_folder), "--tokens", "0")
+    assert "A Hugging Face folder must have a config.json." in refused(capsys, "import", str(tmp_path))
+    assert "A count must be 1 or more." in refused(capsys, "generate", str(run_folder), "--tokens", "0")
     for name, value in (("top-k", "3"), ("top-p", "0.5"), ("samples", "2")):
         there = refused(capsys, "generate", str(run_folder), "--temperature", "0", f"--{name}", value)
         assert f"seen:  {name}={value}, temperature=0: it has no effect" in there
-    assert "A temperature is 0 or more." in refused(capsys, "generate", str(run_folder), "--temperature", "-1")
+    assert "`temperature` must be 0 or more." in refused(capsys, "generate", str(run_folder), "--temperature", "-1")
     there = refused(capsys, "evaluate", str(run_folder), "--devices", "3")
-    assert "batch_size=8 over data=3\n  where: --devices\n  fix:   use --devices 1, or as many as divide it" in there
+    assert (
+        "batch_size=8 over data=3\n  where: --devices\n  fix:   use --devices 1, or a number that divides it" in there
+    )
     assert "fix:   use --devices 1, or a number that divides it" in refused(
         capsys, "generate", str(run_folder), "--devices", "3"
     )
     for own, seen in ((run_folder, "run.yaml"), (run_folder / "checkpoints" / "step-00000007", "manifest.json")):
         there = refused(capsys, "export", str(run_folder), "--to", str(own))
-        assert f"An export goes to a folder of its own.\n  seen:  {seen}" in there and "remove" not in there
+        assert (
+            f"An export needs a folder without another model, tokenizer or run.\n  seen:  {seen}" in there
+            and "remove" not in there
+        )
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
     there = refused(capsys, "export", str(run_folder), "--to", str(tmp_path / "theirs"))
@@ -161,20 +166,23 @@ def test_refusals(run_folder, tmp_path, capsys):
     assert hub["max_position_embeddings"] == 4096 and hub["vocab_size"] == 257
     assert load_file(tmp_path / "hf" / "model.safetensors")["lm_head.weight"].shape == (257, 16)
     there = refused(capsys, "import", str(tmp_path / "hf"), "--to", str(run_folder))
-    assert "An import makes a new run." in there
+    assert "The folder of an import cannot already contain a run." in there
     there = refused(capsys, "import", str(tmp_path / "hf"), "--model.layers", "3")
-    assert "A model that is imported is its folder's." in there and "where: --model.layers" in there
+    assert (
+        "The model of an import is that of its folder and cannot be changed." in there
+        and "where: --model.layers" in there
+    )
     there = refused(capsys, "import", str(tmp_path / "hf"), "--data.tokenizer", "other")
-    assert "A model that is imported has the tokenizer of its folder." in there and "seen:  other, beside" in there
+    assert "An imported model must use the tokenizer of its folder." in there and "seen:  other, beside" in there
 
 
 def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, capsys):
     main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
     (tmp_path / "hf" / "tokenizer.json").unlink()
     assert main(["import", str(tmp_path / "hf"), "--to", str(tmp_path / "run"), "--devices", "1"]) == 0
-    assert f"no tokenizer.json; the model's own is to lie in {tmp_path}/run/tokenizer" in capsys.readouterr().out
+    assert f"no tokenizer.json; put the model's own in {tmp_path}/run/tokenizer" in capsys.readouterr().out
     there = refused(capsys, "generate", str(tmp_path / "run"))
-    assert f"seen:  none in {tmp_path}/run/tokenizer" in there and "put the model's own into that folder" in there
+    assert f"seen:  none in {tmp_path}/run/tokenizer" in there and "put the model's own in that folder" in there
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "back"), "--dtype", "float32"]) == 0
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)

@@ -59,16 +59,21 @@ def test_overview_loads_nothing_heavy():
     [
         (
             ["trian"],
-            ["`trellis` is followed by a command.", "`trian`", "trellis", "did you mean `train`?"],
+            ["`trellis` needs the name of a command.", "`trian`", "trellis", "did you mean `train`?"],
         ),
         (
             ["recipes", "tinny"],
-            ["A run is a recipe, a YAML file or a run's folder.", "`tinny`", "the first word", "did you mean `tiny`?"],
+            [
+                "A run must be a recipe, a YAML file or a run's folder.",
+                "`tinny`",
+                "the first argument",
+                "did you mean `tiny`?",
+            ],
         ),
         (
             ["recipes", "tiny", "more"],
             [
-                "`trellis recipes` knows its words and options.",
+                "`trellis recipes` has no such argument or option.",
                 "more",
                 "trellis recipes",
                 "leave it out, or see `trellis recipes --help`",
@@ -77,7 +82,7 @@ def test_overview_loads_nothing_heavy():
         (
             ["doctor", "--device", "2"],
             [
-                "`trellis doctor` knows its words and options.",
+                "`trellis doctor` has no such argument or option.",
                 "--device",
                 "trellis doctor",
                 "did you mean `--devices`?",
@@ -86,7 +91,7 @@ def test_overview_loads_nothing_heavy():
         (
             ["doctor", "--devices", "two"],
             [
-                "A command's words and options are complete and of their types.",
+                "The arguments and options of a command must be complete and valid.",
                 "argument --devices: invalid int value: 'two'",
                 "trellis doctor",
                 "see `trellis doctor --help`",
@@ -95,8 +100,8 @@ def test_overview_loads_nothing_heavy():
         (
             ["doctor", "--devices", "99999999999999999999"],
             [
-                "A command's words and options are complete and of their types.",
-                "argument --devices: 99999999999999999999 is not within bounds, 4,096 at most",
+                "The arguments and options of a command must be complete and valid.",
+                "argument --devices: 99999999999999999999 is out of bounds: use 4,096 at most",
                 "trellis doctor",
                 "see `trellis doctor --help`",
             ],
@@ -104,8 +109,8 @@ def test_overview_loads_nothing_heavy():
         (
             ["generate", "run", "--seed", "4294967296"],
             [
-                "A command's words and options are complete and of their types.",
-                "argument --seed: 4294967296 is not within bounds, 2,147,483,647 at most",
+                "The arguments and options of a command must be complete and valid.",
+                "argument --seed: 4294967296 is out of bounds: use 2,147,483,647 at most",
                 "trellis generate",
                 "see `trellis generate --help`",
             ],
@@ -113,20 +118,20 @@ def test_overview_loads_nothing_heavy():
         (
             ["data", "inspect", "store", "--samples", "-1"],
             [
-                "A command's words and options are complete and of their types.",
-                "argument --samples: -1 is not within bounds, 0 or more",
+                "The arguments and options of a command must be complete and valid.",
+                "argument --samples: -1 is out of bounds: use 0 or more",
                 "trellis data inspect",
                 "see `trellis data inspect --help`",
             ],
         ),
         (
             ["doctor", "--devices", "0"],
-            ["A count is 1 or more.", "devices=0", "--devices", "use 1 or more, or leave it out"],
+            ["The number of devices must be 1 or more.", "devices=0", "--devices", "use 1 or more, or leave it out"],
         ),
         (
             ["train", "tiny", "--optimizer.lerning_rate", "1"],
             [
-                "`optimizer` has known fields only.",
+                "`optimizer` has no field of this name.",
                 "`lerning_rate`",
                 "--optimizer.lerning_rate",
                 "did you mean `--optimizer.learning_rate`?",
@@ -134,20 +139,25 @@ def test_overview_loads_nothing_heavy():
         ),
         (
             ["train", "tiny", "--out", "there"],
-            ["`trellis train` knows its words and options.", "--out", "trellis train", "here it is called --run-dir"],
+            [
+                "`trellis train` has no such argument or option.",
+                "--out",
+                "trellis train",
+                "here it is called --run-dir",
+            ],
         ),
         (
             ["train", "tiny", "--lr", "1e-3"],
-            ["`Run` has known fields only.", "`lr`", "--lr", "here it is called --optimizer.learning_rate"],
+            ["`Run` has no field of this name.", "`lr`", "--lr", "here it is called --optimizer.learning_rate"],
         ),
         (
             ["train", "tiny", "--steps", "many"],
-            ["`steps` is of type int.", "'many' (str)", "--steps", "write a whole number, as in 8"],
+            ["`steps` must be of type int.", "'many' (str)", "--steps", "write a whole number, as in 8"],
         ),
         (
             ["memory", "tiny", "--hardware", "chips.yaml"],
             [
-                "Chips are described for a target.",
+                "`--hardware` needs a target.",
                 "--hardware chips.yaml without --on",
                 "--hardware",
                 "name one with --on, or leave it out",
@@ -155,7 +165,7 @@ def test_overview_loads_nothing_heavy():
         ),
         (
             ["train", "tiny", "--mesh.model", "-2"],
-            ["A mesh axis has a size, or -1.", "model=-2", "--mesh.model", "use 1 or more"],
+            ["The size of a mesh axis must be 1 or more, or -1.", "model=-2", "--mesh.model", "use 1 or more"],
         ),
     ],
 )
@@ -214,7 +224,8 @@ def test_exit_codes(monkeypatch, capsys):
     monkeypatch.setattr(line, "_run", run_out)
     code, _, said = run(capsys, "generate")
     assert (
-        code == 2 and "seen:  no memory left on this machine\n  where: trellis generate\n  fix:   ask for less" in said
+        code == 2
+        and "seen:  no memory left on this machine\n  where: trellis generate\n  fix:   use a smaller batch" in said
     )
 
 
@@ -254,4 +265,6 @@ def test_no_room_for_what_is_printed():
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-u", "-c", MAIN, "recipes"]
         found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert found.returncode == 2 and "No space left on device" in found.stderr and "what it prints" in found.stderr
+    assert (
+        found.returncode == 2 and "No space left on device" in found.stderr and "where: standard output" in found.stderr
+    )

@@ -56,13 +56,13 @@ def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
     assert found["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
     code, out, _ = trellis(capsys, "evaluate", folder)
     assert code == 0
-    assert re.match(r"step 6, all (\d+) batches of validation text; the run's own figures are of 2 of \1\n", out), out
+    assert re.match(r"step 6, all (\d+) batches of validation text; the run's own figures are for 2 of \1\n", out), out
     # Every byte is a token here, but the ends of documents are tokens and no text.
     assert found["bits_per_byte"] == pytest.approx(found["validation_loss"] / 0.6931, rel=0.01)
 
     code, _, err = trellis(capsys, "train", run_file, "--run-dir", folder, "--optimizer.learning_rate", "0.5")
     assert code == 2
-    assert "A run folder holds one run, and the command that started it resumes it." in err
+    assert "A run folder holds one run, and can only be used to resume it." in err
     assert "learning_rate" in err and f"where: {folder / 'run.yaml'}" in err
     assert f"resume what is there: trellis train {folder}" in err
 
@@ -70,8 +70,8 @@ def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
 def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
     code, _, err = trellis(capsys, "train", run_file, "--run-dir", "gs://bucket/run")
     assert code == 2
-    assert "A run's folder lies in a file system." in err and "seen:  gs://bucket/run" in err
-    assert "where: --run-dir" in err and "fix:   mount the bucket (gcsfuse, s3fs) and give the folder" in err
+    assert "A run's folder must be in a file system." in err and "seen:  gs://bucket/run" in err
+    assert "where: --run-dir" in err and "fix:   mount the bucket (gcsfuse, s3fs) and use its folder" in err
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--batch_size", 7, "--devices", 8),
             [
-                "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
+                "The batch must split evenly over the mesh axes of `batch` and into microbatches.",
                 "batch_size=7 over data=8",
                 "batch_size",
                 "use --batch_size 8",
@@ -89,7 +89,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--batch_size", 18, "--microbatches", 3, "--devices", 8, "--mesh.model", 2),
             [
-                "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
+                "The batch must split evenly over the mesh axes of `batch` and into microbatches.",
                 "batch_size=18 over data=4 x microbatches=3 = 12",
                 "batch_size",
                 "use --batch_size 12 or 24",
@@ -98,7 +98,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--data.sequence_length", 31, "--mesh.context", 2, "--devices", 8),
             [
-                "A sequence is split evenly over the mesh axes of `pos`.",
+                "A sequence must split evenly over the mesh axes of `pos`.",
                 "data.sequence_length=31 over context=2",
                 "data.sequence_length",
                 "use --data.sequence_length 30 or 32",
@@ -107,7 +107,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--layout.compute.nosuch", "data", "--devices", 8),
             [
-                "A layout names axes of the model.",
+                "A layout entry must name an axis of the model.",
                 "`nosuch`",
                 "layout.compute.nosuch",
                 "use one of: batch, embed, head_dim, heads, key_pos, kv_heads, layers, mlp, pos, vocab",
@@ -115,21 +115,21 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         ),
         (
             ("--layout.params.embd", "data", "--devices", 8),
-            ["A layout names axes of the model.", "`embd`", "layout.params.embd", "did you mean `embed`?"],
+            ["A layout entry must name an axis of the model.", "`embd`", "layout.params.embd", "did you mean `embed`?"],
         ),
         (
             ("--run-dir", "/dev/null/x"),
             [
-                "A run's folder can be made and written.",
+                "The run's folder must be writable.",
                 "Not a directory",
                 "/dev/null/x",
-                "give another --run-dir, in a folder that is yours",
+                "use another --run-dir, in a folder that you can write to",
             ],
         ),
         (
             ("--batch_size", 4, "--devices", 4, "--model.embed", 30, "--mesh.data", 4),
             [
-                "Mesh axes divide what they slice.",
+                "Mesh axes must divide the axis that they slice.",
                 "model.embed=30 over data=4",
                 "model.embed",
                 "use --model.embed 28 or 32",
@@ -138,7 +138,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.exceptions.noorm", "float32"),
             [
-                "A part of a parameter's name is part of the name of at least one, or names one of its axes.",
+                "A part of names must match the name of at least one parameter, or one of its axes.",
                 "`noorm`",
                 "precision.exceptions",
                 "did you mean `norm` or `mlp_norm`?",
@@ -147,8 +147,8 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.products.mlp", "int8", "--precision.products.vocab", "int8"),
             [
-                "Narrow products are those of layers' weights, experts' in fp8 or int8, and the unembedding's in fp8 "
-                "or mxfp8, which reach down to small chances.",
+                "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding "
+                "(in fp8 or mxfp8, which can represent small probabilities).",
                 "int8 for `embedding`",
                 "precision.products",
                 "use fp8 or mxfp8 for it",
@@ -157,8 +157,8 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.products.mlp", "fp8", "--precision.products.up", "int8"),
             [
-                "Of several parts of a parameter's name the first that is listed counts.",
-                "`up: int8`, after `mlp: fp8`, which has its parameters",
+                "Of several parts that match a parameter's name, only the first one listed applies.",
+                "`up: int8`, after `mlp: fp8`, which matches its parameters",
                 "precision.products",
                 "list `up` before `mlp`, or leave it out",
             ],
@@ -166,9 +166,9 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.products.norm", "int8"),
             [
-                "Narrow products are those of layers' weights, experts' in fp8 or int8, and the unembedding's in fp8 "
-                "or mxfp8, which reach down to small chances.",
-                "`norm`, of which no part is a weight that multiplies",
+                "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding "
+                "(in fp8 or mxfp8, which can represent small probabilities).",
+                "`norm`, which matches no weight that multiplies",
                 "precision.products",
                 "name parts of `block.attention.q`, `block.attention.k`, `block.attention.v`, `block.attention.out`, "
                 "`block.mlp.gate`, `block.mlp.up`, `block.mlp.down`, or `vocab`",
@@ -177,7 +177,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--weight_decay_exclude", "norm,bias,vocabulary"),
             [
-                "A part of a parameter's name is part of the name of at least one, or names one of its axes.",
+                "A part of names must match the name of at least one parameter, or one of its axes.",
                 "`vocabulary`",
                 "weight_decay_exclude",
                 "did you mean `vocab`?",
@@ -186,7 +186,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--remat.policy", "saved", "--remat.names", "mlp_hidden"),
             [
-                "What is kept by name is marked so by the model.",
+                "`remat.names` can list only names that the model marks.",
                 "`mlp_hidden`",
                 "remat.names",
                 "use one of: attention, key, mlp_gate, mlp_up, query, value",
@@ -195,7 +195,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--model.mlp", 2147483647, "--layout.preset", "single"),
             [
-                "A run's state and its step fit into the memory that there is.",
+                "A run's state and its step must fit in memory.",
                 "at least 4.50 TiB on 1 x cpu, 16.0 GiB free on this machine",
                 "the run",
                 "use a smaller model or batch, or more devices; `trellis memory` shows what each device holds",
@@ -204,7 +204,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--compiler_options.nosuch", "1", "--layout.preset", "single"),
             [
-                "A compiler knows the options that it is given, and takes their values.",
+                "Compiler options must be known to the compiler and have valid values.",
                 "INVALID_ARGUMENT: No such compile option: 'nosuch'",
                 "compiler_options",
                 "leave it out, or write it as this platform's XLA does",
@@ -213,16 +213,16 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--until", -1),
             [
-                "A run pauses after some steps, or none.",
+                "`--until` must be 0 or more.",
                 "-1",
                 "--until",
-                "use --until 0 for the first checkpoint alone",
+                "use --until 0 for the first checkpoint only",
             ],
         ),
         (
             ("--steps", 4, "--until", 5),
             [
-                "A run pauses before its end.",
+                "A run cannot pause after its end.",
                 "--until 5, steps 4",
                 "--until",
                 "leave it out, or use --steps 5 for more steps",
@@ -243,7 +243,7 @@ def test_a_step_that_is_too_large_is_refused_before_it_is_compiled(run_file, tmp
     monkeypatch.setattr(checks, "free_memory", lambda: 3 << 20)
     options = ("--run-dir", tmp_path / "run", "--layout.preset", "single", "--batch_size", 512, "--microbatches", 1)
     code, _, err = trellis(capsys, "train", run_file, *options)
-    assert code == 2 and "A run's state and its step fit into the memory that there is." in err
+    assert code == 2 and "A run's state and its step must fit in memory." in err
     assert "on 1 x cpu, 3.00 MiB free on this machine" in err
     grows = [*options[:4], "--batch_size", "[{step: 0, size: 8}, {step: 4, size: 512}]", "--microbatches", 1]
     code, _, err = trellis(capsys, "train", run_file, *grows)
@@ -287,7 +287,9 @@ def test_a_run_that_a_signal_stopped_says_how_it_goes_on(run_file, tmp_path, cap
     monkeypatch.setattr(train, "train_run", lambda *_, **__: 143)
     options = ("--layout.preset", "single", "--microbatches", 1, "--cpu.measure", "false")
     code, out, _ = trellis(capsys, "train", run_file, "--run-dir", tmp_path / "run", *options)
-    assert code == 143 and re.search(rf"stopped  after step 0; `.*trellis train {tmp_path / 'run'}` goes on", out), out
+    assert code == 143 and re.search(rf"stopped  after step 0; `.*trellis train {tmp_path / 'run'}` resumes it", out), (
+        out
+    )
 
 
 @pytest.mark.slow
@@ -295,12 +297,12 @@ def test_a_run_that_has_no_validation_text_or_no_tokenizer_says_so(run_file, tmp
     """The first step is not made: it is before anything is compiled that this is of use."""
     base = ("train", run_file, "--layout.preset", "single", "--until", 0, "--run-dir")
     code, out, err = trellis(capsys, *base, tmp_path / "with")
-    assert code == 0 and "is not measured" not in out and "samples" not in out, err
+    assert code == 0 and "no validation loss" not in out and "samples" not in out, err
     monkeypatch.setattr("trellis.train.corpus._tokenizer_of", lambda store: None)  # as of other projects' formats
     code, out, err = trellis(capsys, *base, tmp_path / "without", "--data.source.validation", "null")
     assert code == 0, err
-    assert "text     all is trained on: whether the model learns more than its text is not measured" in out
-    assert "samples  none: the text's store has no tokenizer; --data.tokenizer tokenizer.json names one" in out
+    assert "text     all of it is trained on, so there is no validation loss" in out
+    assert "samples  none: the token store has no tokenizer; set one with --data.tokenizer tokenizer.json" in out
     code, _, err = trellis(capsys, "evaluate", tmp_path / "without")
     assert code == 2 and "An evaluation needs validation text." in err
 
@@ -309,9 +311,9 @@ def test_a_run_that_is_longer_than_its_data_is_refused_before_its_first_step(run
     source = f"{{kind: mixture, parts: [{{name: a, path: {run_file.parent}/train, weight: 1, epochs: 1}}]}}"
     words = ("train", run_file, "--run-dir", tmp_path / "run", "--devices", 1, "--data.source", source, "--steps", 999)
     code, _, said = trellis(capsys, *words)
-    assert code == 2 and "The data lasts as long as the run." in said and "batches for 999 steps" in said
+    assert code == 2 and "The data must last as long as the run." in said and "batches for 999 steps" in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    (there,) = re.findall(r"fix:   use --steps (\d+), or more epochs: null repeats a part without an end", said)
+    (there,) = re.findall(r"fix:   use --steps (\d+), or more epochs: null repeats a part without end", said)
     assert int(there) > 0 and f"seen:  {there} batches" in said
 
 
@@ -321,7 +323,8 @@ def test_another_number_of_steps_tells_the_learning_rate_that_it_makes(tmp_path)
     longer = dataclasses.replace(run, steps=40)
     assert train._changed(tmp_path, longer, 10) == []  # it has not begun
     (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
-    words = "steps    20 -> 40: the learning rate goes by these, in step 11 0.00725, where it would have been 0.0045"
+    rates = "with a learning rate in step 11 of 0.00725 instead of 0.0045"
+    words = f"steps    20 -> 40: the schedule follows the new number, {rates}"
     assert train._changed(tmp_path, longer, 10) == [words]
     assert train._changed(tmp_path, run, 10) == train._changed(tmp_path, longer, 0) == []
 

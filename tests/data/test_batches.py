@@ -254,28 +254,40 @@ def test_the_end_of_the_data(folder):
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"packing": "best"}, "A packing is one that Trellis knows."),
+        ({"packing": "best"}, "The packing must be one that Trellis knows."),
         (
             {"sequence_length": 0},
-            "Sequence lengths are one number, or (first step, tokens) from step 0 in rising order.",
+            "Sequence lengths must be a positive number, or pairs (first step, tokens) in order of steps, starting at "
+            "step 0.",
         ),
-        ({"sequence_length": [(0, 6), (9, 8)]}, "Each sequence length divides the longest."),
+        ({"sequence_length": [(0, 6), (9, 8)]}, "Every sequence length must divide the longest."),
         (
             {"sequence_length": [(0, 4), (9, 8)], "packing": "pad"},
-            "Sequences of several lengths are cut from the same rows, which packed documents are not.",
+            "Several sequence lengths need concatenated documents: all lengths are cut from the same rows.",
         ),
-        ({"batch_size": 0}, "Batch sizes are one number, or (first step, rows) from step 0 in rising order."),
-        ({"batch_size": [(5, 4)]}, "Batch sizes are one number, or (first step, rows) from step 0 in rising order."),
-        ({"batch_size": 4.5}, "Batch sizes are one number, or (first step, rows) from step 0 in rising order."),
+        (
+            {"batch_size": 0},
+            "Batch sizes must be a positive number, or pairs (first step, rows) in order of steps, starting at step 0.",
+        ),
+        (
+            {"batch_size": [(5, 4)]},
+            "Batch sizes must be a positive number, or pairs (first step, rows) in order of steps, starting at step 0.",
+        ),
+        (
+            {"batch_size": 4.5},
+            "Batch sizes must be a positive number, or pairs (first step, rows) in order of steps, starting at step 0.",
+        ),
         (
             {"sequence_length": 8.5},
-            "Sequence lengths are one number, or (first step, tokens) from step 0 in rising order.",
+            "Sequence lengths must be a positive number, or pairs (first step, tokens) in order of steps, starting at "
+            "step 0.",
         ),
         (
             {"sequence_length": [8, 16]},
-            "Sequence lengths are one number, or (first step, tokens) from step 0 in rising order.",
+            "Sequence lengths must be a positive number, or pairs (first step, tokens) in order of steps, starting at "
+            "step 0.",
         ),
-        ({"max_epochs": 0}, "Data is read at least once."),
+        ({"max_epochs": 0}, "`max_epochs` must be 1 or more."),
     ],
 )
 def test_wrong_options(folder, options, rule):
@@ -289,7 +301,7 @@ def test_a_step_is_a_whole_number(folder):
     store, _ = store_of(folder, 1, 20)
     batches = Batches(store, sequence_length=8, batch_size=np.int64(2))
     assert batches.batch(np.int64(1)).tokens.tolist() == batches.batch(1).tokens.tolist()
-    with pytest.raises(UserError, match="Steps are counted in whole numbers"):
+    with pytest.raises(UserError, match="A step must be a whole number"):
         batches.batch(1.5)
 
 

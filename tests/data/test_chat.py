@@ -106,7 +106,7 @@ def test_broken_conversations(tmp_path, messages, seen):
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": messages}))
     with pytest.raises(UserError) as raised:
         chat_store(tmp_path / "in.jsonl")
-    assert raised.value.rule == "Every document can be read." and raised.value.seen == seen
+    assert raised.value.rule == "Every document must be readable." and raised.value.seen == seen
 
 
 def test_a_tokenizer_without_markers_writes_them_out(path):

@@ -208,12 +208,12 @@ def test_nothing_found(tmp_path, path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError) as raised:
         find_files(tmp_path / path)
-    assert raised.value.rule == "Every input exists." and raised.value.where == str(tmp_path / path)
+    assert raised.value.rule == "Every input must exist." and raised.value.where == str(tmp_path / path)
     assert raised.value.fix == "check the path"
 
 
 def test_no_path_given():
-    with pytest.raises(UserError, match="A corpus has at least one file"):
+    with pytest.raises(UserError, match="A corpus must have at least one file"):
         find_files([])
 
 
@@ -236,9 +236,9 @@ def test_bad_lines_stop_the_run_or_are_counted(tmp_path, what, line, seen, worke
     (tmp_path / "in.jsonl").write_bytes(b"\n".join([*good, line, b'{"text": "fifth"}', line]))
     with pytest.raises(UserError) as raised:
         tokens_of(tmp_path / "in.jsonl", tmp_path / "out", workers=workers)
-    assert raised.value.rule == "Every document can be read." and raised.value.seen == seen
+    assert raised.value.rule == "Every document must be readable." and raised.value.seen == seen
     assert raised.value.where == f"{tmp_path / 'in.jsonl'}, line 4"
-    assert raised.value.fix == "mend the document, or leave such documents out with --on-error skip"
+    assert raised.value.fix == "fix the document, or skip such documents with --on-error skip"
     assert not (tmp_path / "out").exists()
     store = tokens_of(tmp_path / "in.jsonl", tmp_path / "out", on_error="skip", workers=workers)
     assert np.array_equal(store.tokens(0, store.num_tokens), stream(["first", "third", "fifth"]))
@@ -256,8 +256,8 @@ def test_lines_are_counted_over_blocks(tmp_path, monkeypatch):
     assert raised.value.where.endswith("in.jsonl, line 58")
     with pytest.raises(UserError) as raised:
         open_store(tmp_path / "out")
-    assert raised.value.rule == "A store is complete before it is used."
-    assert raised.value.seen.endswith("documents so far") and "it continues where it was" in raised.value.fix
+    assert raised.value.rule == "A store must be complete before it is read."
+    assert raised.value.seen.endswith("documents so far") and "it continues where it left off" in raised.value.fix
     store = tokens_of(tmp_path / "in.jsonl", tmp_path / "out", on_error="skip")
     assert store.num_documents == 77
 
@@ -274,7 +274,7 @@ def test_invalid_utf8_in_texts(tmp_path, monkeypatch):
     (tmp_path / "long" / "c.txt").write_bytes(b"fine\n" * 50 + b"\xfe\n" + b"fine\n" * 50)
     with pytest.raises(UserError) as raised:  # part of the document is stored already: it cannot be left out
         tokens_of(tmp_path / "long", tmp_path / "out3", on_error="skip")
-    assert raised.value.fix == "mend or remove the file"
+    assert raised.value.fix == "fix or remove the file"
 
 
 def test_numbers_of_records(tmp_path):
@@ -293,7 +293,7 @@ def test_an_empty_corpus(tmp_path, content):
     for options in ({}, {"use_bytes": False, "train_bpe": 300}):
         with pytest.raises(UserError) as raised:
             tokens_of(tmp_path / "in.jsonl", tmp_path / "out", **options)
-        assert raised.value.rule == "A corpus has at least one document."
+        assert raised.value.rule == "A corpus must have at least one document."
         assert raised.value.where == str(tmp_path / "in.jsonl")
         assert not (tmp_path / "out").exists()
 
@@ -301,13 +301,13 @@ def test_an_empty_corpus(tmp_path, content):
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("in.jsonl.gz", "A compressed file is whole."),
-        ("in.jsonl.xz", "A compressed file is whole."),
-        ("in.jsonl.zst", "A compressed file is whole."),
-        ("in.parquet", "A Parquet or Arrow file is whole."),
-        ("in.arrow", "A Parquet or Arrow file is whole."),
-        ("in.tar", "A .tar file is a whole tar archive."),
-        ("in.json", "A .json file holds one array of objects, one object, or an object a line."),
+        ("in.jsonl.gz", "A compressed file must be complete."),
+        ("in.jsonl.xz", "A compressed file must be complete."),
+        ("in.jsonl.zst", "A compressed file must be complete."),
+        ("in.parquet", "A Parquet or Arrow file must be complete."),
+        ("in.arrow", "A Parquet or Arrow file must be complete."),
+        ("in.tar", "A .tar file must be a complete tar archive."),
+        ("in.json", "A .json file must contain one array of objects, one object, or an object on each line."),
     ],
 )
 def test_files_cut_short(tmp_path, name, rule):
@@ -324,14 +324,14 @@ def test_files_cut_short(tmp_path, name, rule):
 
 def test_a_gz_that_is_none(tmp_path):
     (tmp_path / "in.jsonl.gz").write_bytes(b'{"text": "a"}\n')
-    with pytest.raises(UserError, match="A compressed file is whole"):
+    with pytest.raises(UserError, match="A compressed file must be complete"):
         tokens_of(tmp_path / "in.jsonl.gz", tmp_path / "out")
 
 
 def test_a_row_of_a_csv_with_more_fields_than_columns(tmp_path):
     """A comma that nobody quoted would cut its text."""
     (tmp_path / "in.csv").write_text('text\ngood\nhello, world, all\n"one, two"\n')
-    with pytest.raises(UserError, match="Every document can be read") as raised:
+    with pytest.raises(UserError, match="Every document must be readable") as raised:
         tokens_of(tmp_path / "in.csv", tmp_path / "out")
     assert raised.value.seen == "2 more fields than columns: [' world', ' all']"
     assert raised.value.where.endswith("in.csv, record 2")
@@ -347,20 +347,20 @@ def test_a_row_of_a_csv_with_more_fields_than_columns(tmp_path):
 def test_a_quote_of_a_csv_that_is_not_closed(name, text, on_error, tmp_path):
     """What follows would be one document."""
     (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match="a quote that opens is closed, where the field ends"):
+    with pytest.raises(UserError, match="every quoted field must end with a closing quote"):
         tokens_of(tmp_path / name, tmp_path / "out", on_error=on_error)
 
 
 def test_columns_of_a_csv_with_one_name(tmp_path):
     (tmp_path / "in.csv").write_text("text,text\na,b\n")
-    with pytest.raises(UserError, match="names of their own") as raised:
+    with pytest.raises(UserError, match="cannot have two columns of the same name") as raised:
         tokens_of(tmp_path / "in.csv", tmp_path / "out")
     assert raised.value.seen == "'text' twice" and raised.value.where.endswith("in.csv, line 1")
 
 
 def test_csv_that_is_not_utf8(tmp_path):
     (tmp_path / "in.csv").write_bytes(b"text\ngood\nbad \xff\n")
-    with pytest.raises(UserError, match="A CSV file is UTF-8") as raised:
+    with pytest.raises(UserError, match="A CSV file must be UTF-8") as raised:
         tokens_of(tmp_path / "in.csv", tmp_path / "out")
     assert raised.value.seen == "byte 0xff"
 
@@ -370,7 +370,7 @@ def test_members_of_a_tar_that_are_not_texts(tmp_path):
         info = tarfile.TarInfo("0.txt")
         info.size = 2
         tar.addfile(info, io.BytesIO(b"\xff\xff"))
-    with pytest.raises(UserError, match="A member of a tar of texts is UTF-8") as raised:
+    with pytest.raises(UserError, match="The text files in a tar archive must be UTF-8") as raised:
         tokens_of(tmp_path / "in.tar", tmp_path / "out")
     assert raised.value.where.endswith("in.tar, member 0.txt")
 
@@ -378,7 +378,10 @@ def test_members_of_a_tar_that_are_not_texts(tmp_path):
 def test_a_field_of_text_files_alone_is_refused(tmp_path):
     for name in ("a.txt", "b.jsonl"):
         (tmp_path / name).write_text('{"text": "x"}')
-    with pytest.raises(UserError, match=r"a text file is one text, or several\.\n  seen:  body, and 1 text file\n"):
+    with pytest.raises(
+        UserError,
+        match=r"A field can be used only with records: text files have none\.\n  seen:  body, and 1 text file\n",
+    ):
         FileSource(files=find_files(tmp_path / "a.txt"), field="body")
     assert FileSource(files=find_files(tmp_path), field="body").text_field == "body"
 
@@ -386,9 +389,9 @@ def test_a_field_of_text_files_alone_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"format": "docx"}, "A format is one that Trellis reads."),
-        ({"separator": ""}, "A separator of documents is not empty."),
-        ({"separator": "\n", "format": "jsonl"}, "A separator divides the documents of text files."),
+        ({"format": "docx"}, "The format must be one that Trellis reads."),
+        ({"separator": ""}, "The separator cannot be empty."),
+        ({"separator": "\n", "format": "jsonl"}, "A separator can be used only with text files."),
     ],
 )
 def test_wrong_options(options, rule):

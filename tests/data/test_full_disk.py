@@ -86,11 +86,11 @@ def test_a_full_disk(tmp_path, kind):
     result = run(wrapper, disk, str(source), str(tmp_path / "out"), script)
     assert result.returncode == 0, result.stderr
     said = json.loads(result.stdout)
-    assert said["rule"] == "The disk of a store has room for it."
+    assert said["rule"] == "The disk must have room for the store."
     reason = "No space left on device" if script == "disk" else "File too large"
     assert said["seen"].startswith(f"{reason} while writing ") and said["where"].startswith("store/")
-    assert said["fix"] == "free some space, then run the same command again; it continues where it was"
-    assert "opened" not in said and said["unfinished"] == "A store is complete before it is used."
+    assert said["fix"] == "free some space, then run the same command again; it continues where it left off"
+    assert "opened" not in said and said["unfinished"] == "A store must be complete before it is read."
     assert said["leftovers"] == [] and said["documents"] == len(TEXTS)
     whole = make_store(tmp_path / "whole", TEXTS, chunk_tokens=1 << 13)
     found, expected = tree(tmp_path / "out"), tree(pathlib.Path(whole.url))

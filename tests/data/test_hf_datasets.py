@@ -66,9 +66,9 @@ def test_filters_see_every_field(tmp_path, stored):
 @pytest.mark.parametrize(
     ("spec", "seen", "fix"),
     [
-        ("several@nope", "nope, where it has test, train", "several@test"),
-        ("several", "train, where it has test, validation", "several@test"),
-        ("one@nope", "nope, where it has one without a name", "one"),
+        ("several@nope", "nope, but it has test, train", "several@test"),
+        ("several", "train, but it has test, validation", "several@test"),
+        ("one@nope", "nope, but it has one without a name", "one"),
     ],
 )
 def test_a_split_that_is_not_there(tmp_path, stored, spec, seen, fix):
@@ -78,7 +78,7 @@ def test_a_split_that_is_not_there(tmp_path, stored, spec, seen, fix):
     datasets.DatasetDict({"test": stored, other: stored}).save_to_disk(str(tmp_path / "several"))
     with pytest.raises(UserError) as raised:
         dataset_source(f"{tmp_path}/{spec}")
-    assert (raised.value.rule, raised.value.seen) == ("A split is one that the dataset has.", seen)
+    assert (raised.value.rule, raised.value.seen) == ("The dataset must have the requested split.", seen)
     assert raised.value.fix == f"use dataset:{tmp_path}/{fix}"
 
 
@@ -87,5 +87,7 @@ def test_a_dataset_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError) as raised:
         dataset_source(str(tmp_path / "none"))
-    assert raised.value.rule == "A dataset is a folder of save_to_disk or a dataset of the Hugging Face hub."
+    assert (
+        raised.value.rule == "A dataset must be a folder written by save_to_disk or a dataset on the Hugging Face hub."
+    )
     assert raised.value.where == f"dataset:{tmp_path}/none"

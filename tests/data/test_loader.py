@@ -163,6 +163,6 @@ def test_a_batch_that_the_devices_cannot_share(batches):
     with Loader(odd, sharding((4,), ("data",))) as loader:
         with pytest.raises(UserError) as raised:
             next(loader)
-    assert raised.value.rule == "The rows of a batch divide evenly over the devices."
+    assert raised.value.rule == "A batch must split evenly over the devices."
     assert raised.value.seen == "6 rows of 16 tokens, sharded ('data',) over data=4"
-    assert raised.value.fix == "choose a batch_size and a sequence_length that the mesh divides"
+    assert raised.value.fix == "choose a batch_size and a sequence_length that the mesh axes divide"

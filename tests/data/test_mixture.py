@@ -14,7 +14,7 @@ from trellis.data.sizes import BatchSizes
 from trellis.errors import UserError
 
 ALL = {"big": 1, "middle": 0, "small": 1}
-KNOWN = "Weights are numbers for known sources, none negative, not all zero."
+KNOWN = "Weights must be for known sources, with none negative and not all zero."
 SIZES = {"big": 120, "middle": 40, "small": 10}
 
 
@@ -180,18 +180,18 @@ def test_validation_sets_come_whole(stores, texts):
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"weights": [(3, {"big": 1})]}, "Weights are given from step 0 on, in rising order of steps."),
+        ({"weights": [(3, {"big": 1})]}, "Weights must be listed in order of their steps, starting at step 0."),
         ({"weights": {"huge": 1}}, KNOWN),
         ({"weights": {"big": -1, "small": 2}}, KNOWN),
         ({"weights": {"big": 0}}, KNOWN),
         ({"weights": {"big": 1, "small": math.nan}}, KNOWN),
         ({"weights": {"big": math.inf, "small": 1}}, KNOWN),
         ({"weights": {"big": "1"}}, KNOWN),
-        ({"weights": {"big": 1, "small": 1}}, "Every source of a mixture has a weight at some step."),
-        ({"weights": ALL, "max_epochs": {"huge": 1}}, "Limits are for known sources."),
+        ({"weights": {"big": 1, "small": 1}}, "Every source of a mixture needs a weight at some step."),
+        ({"weights": ALL, "max_epochs": {"huge": 1}}, "`max_epochs` can only name sources of the mixture."),
         ({"weights": ALL, "block": 8},
-         "A block of a mixture has at least the square of the number of sources in rows."),
-        ({"weights": ALL, "block": 2**31}, "The order of a mixture's block fits into memory."),
+         "A block of a mixture needs at least as many rows as the square of its number of sources."),
+        ({"weights": ALL, "block": 2**31}, "The order of a mixture's block must fit in memory."),
     ],
 )  # fmt: skip
 def test_wrong_mixtures(stores, options, rule):
@@ -204,9 +204,9 @@ def test_stores_of_two_tokenizers(stores, tmp_path):
     other = make_store(tmp_path, ["a b c"], use_bytes=False, train_bpe=300)
     with pytest.raises(UserError) as raised:
         Mixture(stores={"big": stores["big"], "other": other}, weights={"big": 1, "other": 1})
-    assert raised.value.rule == "The stores of a mixture were made by one tokenizer."
+    assert raised.value.rule == "All stores of a mixture must have the same tokenizer."
     assert raised.value.seen.startswith("big: sha256 ") and ", other: sha256 " in raised.value.seen
-    with pytest.raises(UserError, match="made by one tokenizer"):
+    with pytest.raises(UserError, match="must have the same tokenizer"):
         Mixture(stores={"big": stores["big"]}, weights={"big": 1}, validation={"held": other})
 
 

@@ -51,11 +51,13 @@ def test_seqax(store, tmp_path, monkeypatch):
     assert np.array_equal(flat.tokens(5, 333), BARE[5:333])
     assert bytes(flat.document(9).astype(np.uint8)).decode() == TEXTS[9]
     check_shifted(flat, BARE, STARTS[:-1], 0)
-    with pytest.raises(UserError, match="A split is written once"):
+    with pytest.raises(UserError, match="The output cannot already contain this split"):
         convert(store, str(tmp_path / "flat"), to="seqax")
     with pytest.raises(UserError) as raised:
         open_store(tmp_path / "flat")
-    assert raised.value.rule == "A store is one split of a dataset." and raised.value.fix.endswith("flat/train")
+    assert raised.value.rule == "The path must lead to one split of a dataset." and raised.value.fix.endswith(
+        "flat/train"
+    )
 
 
 def test_the_example_of_the_flat_tokens_specification(tmp_path):
@@ -101,7 +103,7 @@ def test_nanogpt_as_it_comes(tmp_path):
     assert read.vocab_size == 50257 and read.num_documents == 3
     assert [read.document(i).tolist() for i in range(3)] == [[10, 20, 50256], [30, 50256], [7]]
     np.array([60000], np.uint16).tofile(tmp_path / "other.bin")
-    with pytest.raises(UserError, match="Every id of a .bin file is in its vocabulary"):
+    with pytest.raises(UserError, match="Every id in a .bin file must be in its vocabulary"):
         open_store(tmp_path / "other.bin").tokens(0, 1)
 
 
@@ -151,7 +153,7 @@ def test_a_broken_megatron_index(store, tmp_path, change, seen):
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(UserError) as raised:
         open_store(tmp_path / "c.bin")
-    assert raised.value.rule == "A Megatron .bin has an .idx of version 1 that fits it." and raised.value.seen == seen
+    assert raised.value.rule == "A Megatron .bin needs a matching .idx file of version 1." and raised.value.seen == seen
 
 
 def test_megatron_bin_cut_short(store, tmp_path):
@@ -194,7 +196,7 @@ def test_levanter(store, tmp_path):
     check_shifted(read, stream(TEXTS), np.concatenate([[0], ends[:-1]]), END)
     ledger = tmp_path / "cache" / "train" / "shard_ledger.json"
     ledger.write_text(json.dumps({"total_num_rows": 3, "is_finished": False}))
-    with pytest.raises(UserError, match="A cache is finished before it is used"):
+    with pytest.raises(UserError, match="A Levanter cache must be finished before it is read"):
         open_store(tmp_path / "cache" / "train")
 
 
@@ -221,22 +223,22 @@ def test_writing_for_levanter(store, tmp_path, monkeypatch):
     assert ledger["is_finished"] and ledger["total_num_rows"] == len(TEXTS)
     back = open_store(tmp_path / "cache")
     assert np.array_equal(back.document(4), store.document(4))
-    with pytest.raises(UserError, match="A cache is written once"):
+    with pytest.raises(UserError, match="The output folder cannot already contain a Levanter cache"):
         convert(store, str(tmp_path / "cache"), to="levanter")
 
 
 def test_conversions_that_cannot_be(store, tmp_path):
     with pytest.raises(UserError, match="use seqax, nanogpt, megatron or levanter"):
         convert(store, str(tmp_path / "x"), to="arrow")
-    with pytest.raises(UserError, match=r"A .bin file is called so") as raised:
+    with pytest.raises(UserError, match=r"The name of a .bin file must end in .bin") as raised:
         convert(store, str(tmp_path / "x"), to="nanogpt")
     assert raised.value.fix == f"write to {tmp_path / 'x'}.bin"
-    with pytest.raises(UserError, match="A flat-tokens dataset has two splits"):
+    with pytest.raises(UserError, match="The split of a flat-tokens dataset must be train or validation"):
         convert(store, str(tmp_path / "x"), to="seqax", split="test")
 
 
 def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(UserError, match="A token store exists"):
+    with pytest.raises(UserError, match="The token store must exist"):
         open_store(tmp_path / "none.bin")
     (tmp_path / "empty.bin").touch()
     with pytest.raises(UserError, match="0 bytes"):

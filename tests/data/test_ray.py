@@ -41,12 +41,10 @@ def test_errors_come_back(cluster, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\nbroken\n')
     (tmp_path / "rules.py").write_text("import sys\ndef keep(record):\n    raise KeyError('jax' in sys.modules)\n")
     source = FileSource(files=find_files(tmp_path / "in.jsonl"))
-    with pytest.raises(UserError, match="Every document can be read"):
+    with pytest.raises(UserError, match="Every document must be readable"):
         tokenize(source, tmp_path / "a", workers="ray", use_bytes=True)
     # And JAX was not imported there, which takes seconds on each core of a cluster.
-    with pytest.raises(
-        UserError, match=r"A document filter returns true or false for every record(?s:.)*KeyError.*False"
-    ):
+    with pytest.raises(UserError, match=r"A filter must return true or false for every record(?s:.)*KeyError.*False"):
         tokenize(source, tmp_path / "b", workers="ray", use_bytes=True, filter=f"{tmp_path}/rules.py:keep")
 
 
@@ -54,6 +52,6 @@ def test_a_worker_that_dies(cluster, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "rules.py").write_text("import os\ndef keep(record):\n    os._exit(3)\n")
     source = FileSource(files=find_files(tmp_path / "in.jsonl"))
-    with pytest.raises(UserError, match="Every tokenizing worker stays alive") as raised:
+    with pytest.raises(UserError, match="A tokenizing worker must not die") as raised:
         tokenize(source, tmp_path / "c", workers="ray", use_bytes=True, filter=f"{tmp_path}/rules.py:keep")
-    assert "continues where it was" in raised.value.fix
+    assert "continues where it left off" in raised.value.fix

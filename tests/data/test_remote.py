@@ -118,8 +118,8 @@ def test_s3_interrupted_and_continued(bucket, tmp_path, monkeypatch):
 def test_s3_without_the_bucket(bucket):
     with pytest.raises(UserError) as raised:
         find_files("s3://nowhere/at/all")
-    assert raised.value.rule == "Every input exists." and raised.value.fix == "check the URL and the credentials"
-    with pytest.raises(UserError, match="A token store is a Zarr group"):
+    assert raised.value.rule == "Every input must exist." and raised.value.fix == "check the URL and the credentials"
+    with pytest.raises(UserError, match="A token store must be a Zarr group"):
         open_store("s3://corpora/none")
 
 
@@ -169,7 +169,7 @@ def test_a_server_that_always_drops_connections(tmp_path, web):
     for action in (lambda: there.tokens(0, 50), lambda: tokenize(source, tmp_path / "out", **OPTIONS)):
         with pytest.raises(UserError) as raised:
             action()
-        assert raised.value.rule == "A server answers every request in full."
+        assert raised.value.rule == "The server must answer every request in full."
         assert "(5 attempts to read)" in raised.value.seen and raised.value.where.startswith(web.url)
         assert raised.value.fix == (
             "check the network and the server, then run the same command again; finished work is kept"
@@ -183,7 +183,7 @@ def test_a_server_that_is_gone(tmp_path):
     make_store(tmp_path, TEXTS)
     with serve(tmp_path) as web:
         there = open_store(f"{web.url}/store")
-    with pytest.raises(UserError, match="A server answers every request in full"):
+    with pytest.raises(UserError, match="The server must answer every request in full"):
         there.tokens(0, 50)
 
 
@@ -191,7 +191,7 @@ def test_a_store_needs_ranges(tmp_path, web):
     make_store(tmp_path, TEXTS)
     there = open_store(f"{web.url}/store")
     web.ranges = False
-    with pytest.raises(UserError, match="A server of stored tokens honours byte ranges") as raised:
+    with pytest.raises(UserError, match="A server of stored tokens must support byte ranges") as raised:
         there.tokens(0, 50)
     assert raised.value.seen == "132 bytes for a range of 100"
 
@@ -203,7 +203,7 @@ def test_damage_behind_a_web_server(tmp_path, web):
     data[5] ^= 1
     chunk.write_bytes(data)
     checked = open_store(f"{web.url}/store", check=True)
-    with pytest.raises(UserError, match="matches its size and checksum"):
+    with pytest.raises(UserError, match="must match its size and checksum"):
         checked.tokens(128, 130)
     chunk.unlink()
     with pytest.raises(UserError, match="the chunk is missing"):
@@ -211,9 +211,9 @@ def test_damage_behind_a_web_server(tmp_path, web):
 
 
 def test_nothing_at_the_url(web):
-    with pytest.raises(UserError, match="Every input exists"):
+    with pytest.raises(UserError, match="Every input must exist"):
         find_files(f"{web.url}/none.jsonl")
-    with pytest.raises(UserError, match="A token store is a Zarr group"):
+    with pytest.raises(UserError, match="A token store must be a Zarr group"):
         open_store(f"{web.url}/none")
 
 
@@ -230,7 +230,7 @@ def test_protocols_that_need_a_package(monkeypatch):
 
 
 def test_an_unknown_protocol():
-    with pytest.raises(UserError, match="A URL names a protocol that fsspec knows"):
+    with pytest.raises(UserError, match="The protocol of a URL must be one that fsspec knows"):
         find_files("gopher://somewhere/x")
 
 

@@ -67,8 +67,8 @@ def test_nothing_there(tmp_path):
     with pytest.raises(UserError) as raised:
         open_store(tmp_path / "none")
     assert str(raised.value) == (
-        f"A token store is a Zarr group.\n  seen:  no such folder\n  where: {tmp_path / 'none'}\n"
-        "  fix:   give the path that `trellis tokenize --out` was given"
+        f"A token store must be a Zarr group.\n  seen:  no such folder\n  where: {tmp_path / 'none'}\n"
+        "  fix:   use the path that `trellis tokenize --out` was given"
     )
     (tmp_path / "texts").mkdir()
     with pytest.raises(UserError, match="no zarr.json\n.*\n.*was given$"):
@@ -76,7 +76,7 @@ def test_nothing_there(tmp_path):
     (tmp_path / "texts" / "1.txt").touch()
     with pytest.raises(UserError, match="no zarr.json") as raised:
         open_store(tmp_path / "texts")
-    assert f"text is tokenized first: trellis tokenize {tmp_path / 'texts'} --out" in raised.value.fix
+    assert f"to make one from text: trellis tokenize {tmp_path / 'texts'} --out" in raised.value.fix
 
 
 def test_another_zarr_group(tmp_path):
@@ -87,7 +87,7 @@ def test_another_zarr_group(tmp_path):
 
 def test_metadata_that_is_not_json(store, tmp_path):
     (tmp_path / "store" / "zarr.json").write_text('{"zarr_format": 3, "attr')
-    with pytest.raises(UserError, match="The metadata of a token store is JSON") as raised:
+    with pytest.raises(UserError, match="The metadata of a token store must be valid JSON") as raised:
         open_store(store.url)
     assert "the file is damaged" in raised.value.fix
 
@@ -95,7 +95,7 @@ def test_metadata_that_is_not_json(store, tmp_path):
 def test_another_version(store, tmp_path):
     path = tmp_path / "store" / "zarr.json"
     path.write_text(path.read_text().replace('"version": 1', '"version": 9'))
-    with pytest.raises(UserError, match="reads version 1 of the store format") as raised:
+    with pytest.raises(UserError, match="can read only version 1 of the store format") as raised:
         open_store(store.url)
     assert raised.value.seen == "version 9"
 
@@ -120,8 +120,8 @@ def damage(folder, how):
     ("how", "seen"),
     [
         ("flipped", "CRC-32C"),
-        ("cut", "50 bytes where 132 belong"),
-        ("empty", "0 bytes where 132 belong"),
+        ("cut", "50 bytes instead of 132"),
+        ("empty", "0 bytes instead of 132"),
         ("missing", "the chunk is missing"),
     ],
 )
@@ -131,7 +131,7 @@ def test_damage_is_found_when_it_is_read(store, tmp_path, how, seen):
     opened.tokens(0, 192)
     with pytest.raises(UserError) as raised:
         opened.tokens(190, 200)
-    assert "A chunk of a token store matches its size and checksum." in str(raised.value)
+    assert "A chunk of a token store must match its size and checksum." in str(raised.value)
     assert seen in raised.value.seen and raised.value.where.endswith("store/tokens/c/3")
     assert "`trellis data verify STORE` names the documents" in raised.value.fix
 
@@ -140,7 +140,7 @@ def test_damage_is_found_when_it_is_read(store, tmp_path, how, seen):
 def test_missing_bytes_are_noticed_without_checksums(store, tmp_path, how):
     damage(tmp_path / "store", how)
     opened = open_store(store.url, check=False)
-    with pytest.raises(UserError, match="matches its size and checksum"):
+    with pytest.raises(UserError, match="must match its size and checksum"):
         opened.tokens(192, 256)
 
 
@@ -178,21 +178,21 @@ def test_verify_finds_damaged_offsets(store, tmp_path):
     data[-4:] = crc32c(bytes(data[:-4])).to_bytes(4, "little")
     chunk.write_bytes(data)
     problems = [d.problem for d in find_damage(open_store(store.url, check=False))]
-    assert "not a rising sequence from 0" in problems
+    assert "not an increasing sequence from 0" in problems
 
 
 def test_a_model_with_too_few_ids(store):
     check_vocabulary(store, 257)
     with pytest.raises(UserError) as raised:
         check_vocabulary(store, 256)
-    assert raised.value.rule == "A model has a row of its embedding for every token id."
+    assert raised.value.rule == "The model's vocabulary must include every token id of the store."
     assert raised.value.seen == "257 ids in the store, 256 in the model"
     assert raised.value.fix == "use --model.vocab 257 or more"
 
 
 def test_a_store_of_another_tokenizer(store):
     check_tokenizer(store, byte_tokenizer())
-    with pytest.raises(UserError, match="A run's data and its model use one tokenizer") as raised:
+    with pytest.raises(UserError, match="A run's data and its model must use the same tokenizer") as raised:
         check_tokenizer(store, train_bpe(iter([["aa bb"]]), 257))
     assert raised.value.where == store.url
 
@@ -200,10 +200,10 @@ def test_a_store_of_another_tokenizer(store):
 def test_a_store_whose_tokenizer_was_replaced(store, tmp_path):
     path = tmp_path / "store" / "tokenizer.json"
     path.write_text(train_bpe(iter([["aa bb"]]), 258).json)
-    with pytest.raises(UserError, match="A store's tokenizer is the one that made its tokens"):
+    with pytest.raises(UserError, match="A store's tokenizer must be the one that made its tokens"):
         open_store(store.url).tokenizer()
     path.unlink()
-    with pytest.raises(UserError, match="A store holds the tokenizer that made it"):
+    with pytest.raises(UserError, match="A store must contain its tokenizer"):
         open_store(store.url).tokenizer()
 
 

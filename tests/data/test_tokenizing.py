@@ -104,7 +104,7 @@ def test_killed_at_random_moments_it_ends_the_same(corpus, tmp_path):
             unfinished += not complete
             if complete:
                 break
-            with pytest.raises(UserError, match="A store is complete before it is used"):
+            with pytest.raises(UserError, match="A store must be complete before it is read"):
                 open_store(out)
     assert unfinished >= 3
     assert tree(out) == tree(tmp_path / "whole")
@@ -213,7 +213,7 @@ def test_training_on_a_store_that_is_being_written(tmp_path):
         thread.start()
         while not (tmp_path / "out" / "offsets" / "zarr.json").exists() or len(passed) < 4:
             time.sleep(0.005)
-        with pytest.raises(UserError, match="A store is complete before it is used"):
+        with pytest.raises(UserError, match="A store must be complete before it is read"):
             open_store(tmp_path / "out")
         growing = open_store(tmp_path / "out", growing=True)
         assert not growing.complete
@@ -227,7 +227,7 @@ def test_training_on_a_store_that_is_being_written(tmp_path):
         assert raised.value.rule == "A shuffle of all rows needs a complete store."
         with pytest.raises(UserError, match="Packing whole documents needs a complete store"):
             Batches(growing, sequence_length=16, batch_size=4, packing="best_fit", shuffle=False)
-        with pytest.raises(UserError, match="A store that is read while it is written keeps growing") as raised:
+        with pytest.raises(UserError, match="A store that is read while it is written must keep growing") as raised:
             growing.wait_for(10**9, timeout=0.05, poll=0.01)
         assert "run the `trellis tokenize` command again" in raised.value.fix
         gate.set()
@@ -248,7 +248,7 @@ def test_one_writer_at_a_time(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError) as raised:
             make_store(tmp_path, ["a"])
-    assert raised.value.rule == "One process at a time writes a store."
+    assert raised.value.rule == "Only one process at a time can write a store."
     assert make_store(tmp_path, ["a"]).num_documents == 1 and not (tmp_path / "store.lock").exists()
 
 
@@ -286,8 +286,8 @@ def test_other_inputs_for_the_same_store(tmp_path):
     make_store(tmp_path, ["a", "b"])
     with pytest.raises(UserError) as raised:
         make_store(tmp_path, ["a", "b", "c"])
-    assert raised.value.rule == "A store is continued with the inputs and options it was begun with."
-    assert raised.value.fix == ("give the same files and options, choose another --out, or start over with --restart")
+    assert raised.value.rule == "A store can be continued only with the inputs and options that it was begun with."
+    assert raised.value.fix == ("use the same files and options, choose another --out, or start over with --restart")
     assert make_store(tmp_path, ["a", "b", "c"], restart=True).num_documents == 3
 
 
@@ -296,11 +296,11 @@ def test_an_input_that_changed_since_the_interruption(tmp_path, monkeypatch):
     source = lambda: FileSource(files=find_files(tmp_path / "in.jsonl"))
     options = {"use_bytes": True, "workers": 0}
     monkeypatch.setattr("trellis.data.tokenizing.formats.BLOCK_BYTES", 8)
-    with pytest.raises(UserError, match="Every document can be read"):
+    with pytest.raises(UserError, match="Every document must be readable"):
         tokenize(source(), tmp_path / "out", **options)
     assert not open_store(tmp_path / "out", growing=True).complete
     (tmp_path / "in.jsonl").write_text('{"text": "b"}\nbroken\n')
-    with pytest.raises(UserError, match="an input changed since"):
+    with pytest.raises(UserError, match="an input has changed since"):
         tokenize(source(), tmp_path / "out", **options)
 
 
@@ -308,11 +308,13 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.tex").write_text("x")
     for restart in (False, True):
-        with pytest.raises(UserError, match="A store is written to a new or empty folder") as raised:
+        with pytest.raises(
+            UserError, match="The output folder of a new store must be empty or not exist yet"
+        ) as raised:
             make_store(tmp_path, ["a"], name="precious", restart=restart)
         assert raised.value.seen == "thesis.tex"
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="A store is a folder"):
+    with pytest.raises(UserError, match="The output path of a store must be a folder"):
         make_store(tmp_path, ["a"], name="file")
 
 
@@ -320,9 +322,9 @@ def test_a_worker_that_dies(tmp_path):
     (tmp_path / "dying.py").write_text("import os\ndef keep(record):\n    os._exit(9)\n")
     with pytest.raises(UserError) as raised:
         make_store(tmp_path, ["a"], workers=1, filter=f"{tmp_path / 'dying.py'}:keep")
-    assert raised.value.rule == "Every tokenizing worker stays alive."
+    assert raised.value.rule == "A tokenizing worker must not die."
     assert raised.value.seen == "a worker ended with code 9"
-    assert "continues where it was" in raised.value.fix
+    assert "continues where it left off" in raised.value.fix
 
 
 def test_workers_start_without_jax():
@@ -343,7 +345,7 @@ def test_the_embedded_corpus(tmp_path):
     assert not set(names) & {file.name for file in validation.files}
     assert 0.02 < len(validation.files) / len(names) < 0.08
     assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
-    with pytest.raises(UserError, match="The embedded corpus has two splits"):
+    with pytest.raises(UserError, match="The split of the embedded corpus must be train or validation"):
         embedded_corpus("test")
 
 
@@ -378,8 +380,8 @@ def test_filters(tmp_path):
 @pytest.mark.parametrize(
     ("wanted", "rule"),
     [
-        (lambda record: True, "A filter is a function that worker processes can import."),
-        ("keep", "A filter is named by where it is."),
+        (lambda record: True, "A filter must be a function that worker processes can import."),
+        ("keep", "A filter must be named by its module or file."),
     ],
 )
 def test_filters_that_cannot_be_named(tmp_path, wanted, rule):
@@ -393,21 +395,21 @@ def test_a_filter_that_fails(tmp_path):
     for workers in (0, 1):
         with pytest.raises(UserError) as raised:
             make_store(tmp_path, ["a"], name=f"s{workers}", filter=f"{tmp_path / 'rules.py'}:keep", workers=workers)
-        assert raised.value.rule == "A document filter returns true or false for every record."
+        assert raised.value.rule == "A filter must return true or false for every record."
         assert raised.value.seen == "KeyError: 'score'" and f"s{workers}.jsonl, line 1" in raised.value.where
 
 
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"use_bytes": False}, "Tokenizing uses one tokenizer."),
-        ({"train_bpe": 300}, "Tokenizing uses one tokenizer."),
-        ({"on_error": "ignore"}, "A document that cannot be read stops the run or is skipped."),
-        ({"chunk_tokens": 0}, "Chunks and the sample for training hold at least one element."),
-        ({"workers": -1}, "Workers are a number of processes, or a Ray cluster."),
+        ({"use_bytes": False}, "Tokenizing needs exactly one tokenizer."),
+        ({"train_bpe": 300}, "Tokenizing needs exactly one tokenizer."),
+        ({"on_error": "ignore"}, "`on_error` must be fail or skip."),
+        ({"chunk_tokens": 0}, "The sizes of chunks and of the training sample must be 1 or more."),
+        ({"workers": -1}, "Workers must be a number of processes, or a Ray cluster."),
         (
             {"use_bytes": False, "train_bpe": 9},
-            "A byte-level vocabulary holds 256 bytes, the end of a document, and 1,000,000 tokens at most.",
+            "A byte-level vocabulary must have 257 (256 bytes and the end of a document) to 1,000,000 tokens.",
         ),
     ],
 )
@@ -437,4 +439,4 @@ def test_a_tokenizer_without_the_token_that_it_uses_for_unknown_words(tmp_path):
     for workers in (0, 1):
         with pytest.raises(UserError) as raised:
             tokenize(tmp_path / "in.txt", tmp_path / "out", tokenizer=tmp_path / "tokenizer.json", workers=workers)
-        assert raised.value.rule == "A tokenizer encodes any text." and "[UNK]" in raised.value.seen
+        assert raised.value.rule == "The tokenizer must be able to encode any text." and "[UNK]" in raised.value.seen

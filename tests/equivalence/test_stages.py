@@ -103,7 +103,9 @@ def test_groups_that_do_not_fit():
     model = whole("tied")
     with make_layout(TENSOR[0], choice, jax.devices()):
         model = shard(model, "params")
-        with pytest.raises(ValueError, match="stages divide the microbatches, got 1 of them on 2 stages with 2 groups"):
+        with pytest.raises(
+            ValueError, match="stages must divide the microbatches, got 1 of them on 2 stages with 2 groups"
+        ):
             found(named_jit, model, shard(Batch(**batch()).named(), "compute"), StepOptions())
 
 
@@ -161,7 +163,9 @@ def test_layers_that_permute_are_not_left_out():
     model = whole("odd")
     with make_layout(TENSOR[0], overlap, jax.devices(), model_axes(CONFIGS["odd"])):
         placed = shard(model, "params"), shard(Batch(**batch()).named(), "compute")
-        with pytest.raises(NamesError, match="are as many on each stage of a pipeline, got 3 'layers' in 2 parts"):
+        with pytest.raises(
+            NamesError, match="must be split evenly over the stages of a pipeline, got 3 'layers' in 2 parts"
+        ):
             found(named_jit, *placed, StepOptions())
 
 
@@ -284,7 +288,7 @@ def test_of_microbatches_that_do_not_divide_the_batch_there_are_none():
     model = whole("tied")
     with make_layout(TENSOR[0], choice, jax.devices()):
         model = shard(model, "params")
-        with pytest.raises(ValueError, match="a pipeline's microbatches cut every slice of the batch into equal parts"):
+        with pytest.raises(ValueError, match="a pipeline's microbatches must divide every slice of the batch evenly"):
             found(named_jit, model, shard(Batch(**batch()).named(), "compute"), StepOptions())
     assert np.isfinite(one_device("tied", 4)[0][0])
 
@@ -297,6 +301,6 @@ def test_a_layer_computes_each_row_on_its_own(monkeypatch):
     with pytest.raises(NamesError) as error:
         check("tied", MeshSizes(stage=2, data=1), LayoutChoice(pipeline_microbatches=2), 2)
     assert str(error.value) == (
-        "within a pipeline a layer computes each row of 'batch' on its own, got mean along 'batch', of which it sees a "
-        "microbatch: move it out of the layers, or take the layers out of the layout's compute"
+        "a layer in a pipeline must compute each row of 'batch' on its own, got mean along 'batch', of which it sees "
+        "only a microbatch: move it out of the layers, or remove the layers from the layout's compute"
     )

@@ -216,8 +216,9 @@ def own(error: BaseException) -> bool:
 
 # What a layout may refuse of a program that breaks no rule.
 LEGAL = re.compile(
-    r"a mesh axis divides what it slices|strict|pipeline|JAX maps an operation over slices|JAX's types carry|"
-    r"a mapped function reads arrays that are whole|kv_heads are sharded as heads"
+    r"must be divisible by the mesh axes that slice it|strict|pipeline|JAX can map an operation over slices|"
+    r"JAX cannot map an operation on copies|pending sums and copies need explicit mesh axes|"
+    r"a mapped function can only read arrays that are whole|kv_heads must be sharded like heads"
 )
 
 

@@ -47,17 +47,17 @@ def test_published_peaks():
     "name, near",
     [
         ("v5e:16x17", "v5e:16x16, v5e:8x16"),
-        ("8xH10", "Near it: `8xh100`"),
-        ("H200", "Near it: `8xh200`, `8xh100`"),
-        ("v5:4x4", "Near it: `v5p:4x4x4`, `v5e:4x4`"),
-        ("v9z", "Near it: `v4:4x4x4`, `v5e:4x4`, `v5p:4x4x4`, `v6e:4x4`, `v7x:4x4x4`, `8xa100`, `8xa100-40gb`"),
+        ("8xH10", "Similar: `8xh100`"),
+        ("H200", "Similar: `8xh200`, `8xh100`"),
+        ("v5:4x4", "Similar: `v5p:4x4x4`, `v5e:4x4`"),
+        ("v9z", "Similar: `v4:4x4x4`, `v5e:4x4`, `v5p:4x4x4`, `v6e:4x4`, `v7x:4x4x4`, `8xa100`, `8xa100-40gb`"),
     ],
 )
 def test_unknown_targets_offer_near_names(name, near):
     with pytest.raises(UserError) as error:
         target(name)
     message = str(error.value)
-    assert message.startswith("A target is a TPU slice or GPU nodes, by name.")
+    assert message.startswith("A target must be the name of a TPU slice or of GPU nodes.")
     assert f"seen:  {name}" in message and "where: --on" in message
     assert near in message
 
@@ -77,11 +77,11 @@ def test_own_chips(tmp_path):
         ("a: {like: h100, bf16_tflop: 3}", "did you mean `bf16_tflops`"),
         ("a: {like: h10}", "did you mean `h100`"),
         ("a: {kind: gpu, bf16_tflops: 3}", "add `hbm_gib`"),
-        ("a: {like: h100, hbm_gbps: -2}", "A rate is a positive number."),
+        ("a: {like: h100, hbm_gbps: -2}", "A rate must be a positive number."),
         ("a: {like: h100, kind: npu}", "write tpu or gpu"),
         ("a: {like: h100, overlap: [all]}", "write overlap: [gathers, reductions]"),
-        ("- 3", "A hardware file maps names to entries."),
-        ("a: [", "A hardware file is YAML that can be read."),
+        ("- 3", "A hardware file must map names to entries."),
+        ("a: [", "A hardware file must be readable YAML."),
     ],
 )
 def test_own_chips_that_are_wrong(tmp_path, text, said):
@@ -93,5 +93,5 @@ def test_own_chips_that_are_wrong(tmp_path, text, said):
 
 
 def test_a_missing_file():
-    with pytest.raises(UserError, match="A hardware file is YAML that can be read."):
+    with pytest.raises(UserError, match="A hardware file must be readable YAML."):
         chips("no-such-file.yaml")

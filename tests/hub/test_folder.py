@@ -212,13 +212,13 @@ def change(folder, **fields):
     [
         (
             dict(model_type="bert"),
-            "A model that is imported is of a family that is known here.\n  seen:  model_type",
+            "An imported model must be of a family that Trellis knows.\n  seen:  model_type",
         ),
-        (dict(hidden_act="gelu"), "A llama has hidden_act silu here.\n  seen:  hidden_act: gelu"),
-        (dict(hidden_size=...), "The configuration of a llama is complete.\n  seen:  no hidden_size"),
+        (dict(hidden_act="gelu"), "A llama must have hidden_act silu here.\n  seen:  hidden_act: gelu"),
+        (dict(hidden_size=...), "The configuration of a llama must be complete.\n  seen:  no hidden_size"),
         (
             dict(rope_parameters={"rope_type": "longrope"}),
-            "Rotary frequencies are scaled in a way that is known.\n  seen:  rope_type: longrope",
+            "Rotary scaling must be of a known type.\n  seen:  rope_type: longrope",
         ),
     ],
 )
@@ -237,35 +237,38 @@ def test_refused_folders(good, tmp_path):
             Folder(good, FAMILIES).load(target)
         assert str(error.value).startswith(message)
 
-    with pytest.raises(UserError, match=r"has a config\.json\.\n  seen:  no such folder"):
+    with pytest.raises(UserError, match=r"must have a config\.json\.\n  seen:  no such folder"):
         Folder(tmp_path / "nowhere", FAMILIES)
-    with pytest.raises(UserError, match=r"An export goes to a folder of its own\.\n  seen:  model\.safetensors"):
+    with pytest.raises(
+        UserError,
+        match=r"An export needs a folder without another model, tokenizer or run\.\n  seen:  model\.safetensors",
+    ):
         write_folder(good, FAMILIES[CONFIGS["llama"].family], CONFIGS["llama"], target, part_of, positions=POSITIONS)
     weights = good / "model.safetensors"
     arrays = load_file(weights)
     save_file({k: v for k, v in arrays.items() if k != "lm_head.weight"}, weights)
-    refused("A folder has every parameter of its model.\n  seen:  no lm_head.weight")
+    refused("The folder must have every parameter of its model.\n  seen:  no lm_head.weight")
     save_file(arrays | {"lm_head.weight": np.zeros((8, 32), np.float32)}, weights)
-    refused("Weights have the shapes that config.json says.\n  seen:  lm_head.weight of shape (8, 32)")
+    refused("Weights must have the shapes that config.json sets.\n  seen:  lm_head.weight of shape (8, 32)")
     save_file(arrays | {"lm_head.weight": arrays["lm_head.weight"].astype(np.int8)}, weights)
-    refused("Weights that are imported are stored in bfloat16, float16 or float32.\n  seen:  lm_head.weight in I8")
+    refused("Imported weights must be stored in bfloat16, float16 or float32.\n  seen:  lm_head.weight in I8")
     index = good / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(arrays, weights.name)}))
     save_file({k: v for k, v in arrays.items() if k != "lm_head.weight"}, weights)
-    refused("A file of weights has the tensors that the index says.\n  seen:  no lm_head.weight")
+    refused("A file of weights must have the tensors that the index lists.\n  seen:  no lm_head.weight")
     index.write_text("{}")
-    refused("An index of weight files has a weight_map.")
+    refused("An index of weight files must have a weight_map.")
     save_file(arrays, weights)
     index.unlink()
     data = weights.read_bytes()
     weights.write_bytes(data[:-10])
-    refused(f"A weight file is whole.\n  seen:  {len(data) - 10} of {len(data)} bytes")
+    refused(f"A weight file must be complete.\n  seen:  {len(data) - 10} of {len(data)} bytes")
     weights.write_bytes(b"PK\x03\x04 a pickle, for instance")
-    refused("A weight file is in the safetensors format.")
+    refused("A weight file must be in the safetensors format.")
     weights.unlink()
-    refused("Weights are read from safetensors, never from pickles.")
+    refused("Weights must be in safetensors: pickles are never read.")
     (good / "config.json").write_text("{")
-    refused("A folder's .json files are JSON.")
+    refused("The folder's .json files must be valid JSON.")
 
 
 def test_tensors_that_no_parameter_takes(good):
@@ -290,7 +293,7 @@ def test_tensors_that_no_parameter_takes(good):
         (["model.layers.0.self_attn.q_proj.bias"], "model.layers.0.self_attn.q_proj.bias"),
         (["a", "b", "c", "d"], "a, b, c and 1 more"),
     ):
-        with pytest.raises(UserError, match="Every tensor of a folder is a parameter of its model") as error:
+        with pytest.raises(UserError, match="Every tensor in the folder must be a parameter of its model") as error:
             load(more)
         assert error.value.seen == seen
 
@@ -300,9 +303,9 @@ def test_an_unembedding_beside_a_tied_one(good):
     target = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
     change(good, tie_word_embeddings=True)
     arrays = load_file(good / "model.safetensors")
-    with pytest.raises(UserError, match="A model whose unembedding is tied has one table of tokens") as error:
+    with pytest.raises(UserError, match="A model whose unembedding is tied must have only one token table") as error:
         Folder(good, FAMILIES).load(target)
-    assert error.value.seen == "lm_head.weight is another than model.embed_tokens.weight"
+    assert error.value.seen == "lm_head.weight differs from model.embed_tokens.weight"
     save_file(arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"]}, good / "model.safetensors")
     assert Folder(good, FAMILIES).load(target).head is None
 
@@ -312,5 +315,5 @@ def test_refused_exports(tmp_path):
     with pytest.raises(UserError, match=r"frequencies of base 10000\.\n  seen:  rope_theta=500000"):
         FAMILIES["gptj"].to_config_json(config, positions=8, dtype="float32")
     (first, *_) = parameters(config.init(key=jax.random.key(0)))
-    with pytest.raises(NamesError, match="has a key with its dimensions, got embedding of 'vocab embed'"):
+    with pytest.raises(NamesError, match="needs a key with its dimensions, got embedding of 'vocab embed'"):
         key_of({"embedding": Key("wte", "vocab mlp")}, first)

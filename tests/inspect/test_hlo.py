@@ -42,12 +42,12 @@ def test_replica_groups(text, groups):
 
 
 def test_replica_groups_in_a_new_form_are_refused():
-    with pytest.raises(ValueError, match=r"replica groups in a form that is not known: \[x\]"):
+    with pytest.raises(ValueError, match=r"replica groups in an unknown form: \[x\]"):
         replica_groups("[x]")
 
 
 def test_a_text_without_an_entry_is_refused():
-    with pytest.raises(ValueError, match="has an ENTRY computation, and this text has none: pass as_text()"):
+    with pytest.raises(ValueError, match="must have an ENTRY computation, and this text has none: pass as_text()"):
         parse_program("HloModule nothing")
 
 

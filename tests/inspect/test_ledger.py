@@ -263,7 +263,7 @@ def test_ring_costs(kind, sent):
 
 
 def test_an_unknown_collective():
-    with pytest.raises(ValueError, match="a collective is one of all-gather, .*, got 'gather'"):
+    with pytest.raises(ValueError, match="a collective must be one of all-gather, .*, got 'gather'"):
         wire_bytes("gather", 2, 8)
 
 

@@ -295,7 +295,7 @@ def test_what_does_not_fit_says_what_would():
             {"keep nothing": lambda: large, "half the batch": lambda: fits, "four devices": lambda: fits},
         )
     text = str(caught.value)
-    assert text.startswith("a step fits in a device's memory, got ")
+    assert text.startswith("a step must fit in a device's memory, got ")
     assert "too much; largest: " in text
     assert "what fits: half the batch (" in text and "four devices (" in text and "keep nothing" not in text
 

@@ -107,7 +107,9 @@ def test_svg_is_well_formed_and_fills_the_parts_held(tmp_path):
 
 
 def test_what_cannot_be_drawn():
-    with pytest.raises(TypeError, match="show draws arrays and layouts, got str, in show: pass an array, or a Layout"):
+    with pytest.raises(
+        TypeError, match="show can draw only arrays and layouts, got str, in show: pass an array, or a Layout"
+    ):
         show("batch")
     with pytest.raises(TypeError, match=r"one name for each dimension, got 1 names for shape \(8, 32\)"):
         show(placed((8, 32)), "batch")

@@ -278,11 +278,14 @@ def test_a_run_tells_a_fault_and_keeps_the_program(tmp_path):
     assert told.startswith("matched  2 of 2 rows of the ledger are in the 2 collectives of the compiled program (")
     assert check.found[0]["right"] and not (tmp_path / "compiled.hlo").exists()
 
-    rule, kept = "A compiled step moves what its types say, between the devices along their mesh axes.", "compiled.hlo"
+    rule, kept = (
+        "A compiled step must move what its types say, between the devices along their mesh axes.",
+        "compiled.hlo",
+    )
     other = PROGRAM.replace("channel_id=1, replica_groups={{0,1},{2,3}}", "channel_id=1, replica_groups={{0,2},{1,3}}")
     told = check(program(other), 0, last_good)
     assert told.startswith(f"WARNING: {rule}\n  seen:  missing: all-reduce over model of ")
-    assert f"\n  where: {tmp_path / kept}\n  fix:   hold its numbers against one device (trellis prove" in told
+    assert f"\n  where: {tmp_path / kept}\n  fix:   compare its numbers with one device (trellis prove" in told
     assert (tmp_path / kept).read_text() == other
 
     wrong = PROGRAM.replace("replica_groups={{0,1},{2,3}}", "replica_groups={{0,3},{1,2}}")
@@ -296,7 +299,9 @@ def test_a_run_tells_a_fault_and_keeps_the_program(tmp_path):
     assert "not along mesh axes: " in (tmp_path / "ledger.txt").read_text()
     run.guard = GuardRule(structure=False)
     assert check(program(wrong), 0, last_good).startswith(f"WARNING: {rule}\n")
-    assert "a compiled program's text has an ENTRY computation" in check(program("HloModule nothing"), 0, last_good)
+    assert "a compiled program's text must have an ENTRY computation" in check(
+        program("HloModule nothing"), 0, last_good
+    )
 
 
 def test_rows_say_which_parameter_they_move():

@@ -120,17 +120,20 @@ def test_bits_of_slices(parts, spec):
         (
             lambda x, mesh: jax.device_put(x, jax.memory.Space.Host),
             (
-                "keep their arrays in the devices' own memory.\n  seen:  `device_put` to MemorySpace.Host\n",
+                "must keep their arrays in device memory.\n  seen:  `device_put` to MemorySpace.Host\n",
                 "leave it out",
             ),
         ),
         (
             lambda x, mesh: jax.lax.reduce(x, 0.0, lambda a, b: a * b + b, (0,)) + x,
-            ("are programs of one device.\n  seen:  `reduce` of sliced arrays", "gather its operands first"),
+            (
+                "must be computable on each device alone.\n  seen:  `reduce` of sliced arrays",
+                "gather its operands first",
+            ),
         ),
         (
             lambda x, mesh: jax.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"model"})(x),
-            ("is manual over all mesh axes.\n  seen:  ", "leave out its `axes`"),
+            ("must be manual over all mesh axes.\n  seen:  ", "leave out its `axes`"),
         ),
     ],
     ids=["memory", "operation", "some axes"],

@@ -58,7 +58,7 @@ def test_what_is_no_array():
     with pytest.raises(ReshardError) as caught:
         SLICED([1.0, 2.0])
     assert told(caught) == (
-        "a transition moves an array, got list, in reshard('a b -> a/x b'): pass one, or make it one by jnp.asarray(x)"
+        "a transition takes an array, got list, in reshard('a b -> a/x b'): pass one, or convert it with jnp.asarray(x)"
     )
 
 
@@ -68,8 +68,9 @@ def test_factors_of_a_product(given):
     with pytest.raises(TypeMismatch) as caught:
         tr.einsum("a/x b, b c -> a/x c", a, w)
     assert told(caught) == (
-        "the left side of an einsum is what its arrays are, got f32[16 24] for 'a/x b', in "
-        "einsum('a/x b, b c -> a/x c'): write reshard(\"a b -> a/x b\", ...) before, or correct the text"
+        "the left side of an einsum must describe its arrays, got f32[16 24] for 'a/x b', in einsum('a/x b, b c -> "
+        "a/x c'): write "
+        'reshard("a b -> a/x b", ...) first, or correct the text'
     )
     product = tr.einsum("a/x b, b c -> a/x c", SLICED(a), w)
     assert tr.typeof(product) == "f32[16/x 8]"
@@ -98,9 +99,8 @@ def test_a_lookup_in_slices_of_whole_arrays():
     with pytest.raises(NotationError) as caught:
         tr.take("a/x b, i -> i b +x", SLICED(NUMBERS), np.arange(3))
     assert told(caught) == (
-        "a lookup in slices is one device's, in manual mode, got 'a/x b' outside of it, in "
-        "take('a/x b, i -> i b +x'): call it in a function under @shard_map, or name the arrays, as in "
-        "take(named(table, 'a b'), ...)"
+        "a lookup in a sliced dimension needs manual mode, got 'a/x b' outside it, in take('a/x b, i -> i b +x'): "
+        "call it in a function under @shard_map, or name the arrays, as in take(named(table, 'a b'), ...)"
     )
 
 

@@ -290,7 +290,7 @@ def test_no_mesh():
         return x * 2
 
     message = (
-        "manual mode runs on a mesh, got none, in `double`: call it inside `with layout:`, or write shard_map(mesh=...)"
+        "manual mode needs a mesh, got none, in `double`: call it inside `with layout:`, or write shard_map(mesh=...)"
     )
     with pytest.raises(NotationError, match=re.escape(message)):
         shard_map(double)(jnp.ones((8, 4)))

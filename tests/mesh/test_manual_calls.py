@@ -42,13 +42,13 @@ def test_an_array_where_the_annotation_has_a_container(kind):
     with pytest.raises(TypeMismatch) as caught:
         shard_map(give)(x)
     assert told(caught) == (
-        f"a result is what its annotation says, got f32[2] (one slice; differs over d) where {kind!r} has no array, in "
+        f"a result must match its annotation, got f32[2] (one slice; differs over d) where {kind!r} has no array, in "
         "result of `program`: return what the annotation says, or correct it"
     )
     with pytest.raises(NotationError) as caught:
         shard_map(take)(x)
     assert told(caught) == (
-        f"a manual function's arrays are annotated, got f32[8/d] where {kind!r} has no array, in argument `x` of "
+        f"a manual function's arrays must be annotated, got f32[8/d] where {kind!r} has no array, in argument `x` of "
         "`program`: annotate that field, or pass what the annotation says"
     )
 
@@ -71,9 +71,8 @@ def test_a_sum_of_jaxs_over_an_axis_along_which_devices_hold_the_same():
     with pytest.raises(TypeMismatch) as caught:
         shard_map(program)(put((8,), "batch/d"))
     assert told(caught, by_line=True) == (
-        "a collective of JAX's runs over mesh axes along all of which a value differs, or along none, got psum over d, "
-        "m of one that is the same along m, in `program`: leave m out, along which devices do not differ, or write "
-        "reshard"
+        "a value must differ along all mesh axes of a JAX collective, or along none, got psum over d, m of one that "
+        "is the same along m, in `program`: leave m out, or use reshard"
     )
 
 
@@ -101,9 +100,9 @@ def test_what_each_device_multiplies_by_itself_is_no_partial_sum():
     with pytest.raises(TransitionError) as caught:
         shard_map(program)(put((8, 4), "batch/d in/m"), put((4, 6), "in/m out"))
     assert told(caught, by_line=True) == (
-        "the left side of a text is what the array is, got f32[2 6] (one slice; differs over d, m), which is not "
+        "the left side of a text must describe the array, got f32[2 6] (one slice; differs over d, m), which is not "
         "pending along m, for 'batch/d out +m', in reshard('batch/d out +m -> batch/d out'): write no +m there; if "
-        "these are partial sums, make them by einsum('... -> ... +m', ...)"
+        "these are partial sums, make them with einsum('... -> ... +m', ...)"
     )
 
 
@@ -124,7 +123,10 @@ def test_a_collective_over_an_axis_that_is_none(call):
 
     with pytest.raises(MeshError) as error:
         apart(put((4, 4), "b/d e"))
-    assert told(error) == "a collective goes along axes of the mesh (d=4, m=2), got 'dd', in `apart`: did you mean `d`?"
+    assert (
+        told(error)
+        == "a collective must run along axes of the mesh (d=4, m=2), got 'dd', in `apart`: did you mean `d`?"
+    )
 
 
 def test_an_assertion_of_ones_own_stays():
@@ -143,8 +145,8 @@ def test_a_mesh_axis_becomes_manual_once():
 
     x = put((8,), "batch/d")
     for inner, seen, fix in (
-        (shard_map(twice), "a call where all of (d=4, m=2) are manual", "take @shard_map off it, or call its `__w"),
-        (shard_map(twice, axes={"d"}), "'d', which is manual around this call", "take it out of axes"),
+        (shard_map(twice), "a call where all of (d=4, m=2) are manual", "remove its @shard_map, or call its `__w"),
+        (shard_map(twice, axes={"d"}), "'d', which is manual around this call", "remove it from axes"),
     ):
 
         @shard_map

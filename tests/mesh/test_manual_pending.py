@@ -46,7 +46,7 @@ def refuses(error, message, fn, *args, **kwargs):
 def test_a_forgotten_reshard_at_the_end():
     refuses(
         PendingSumError,
-        "a result is what its annotation says, got a sum pending along m for f32[batch/d out], in result of `program`: "
+        "a result must match its annotation, got a sum pending along m for f32[batch/d out], in result of `program`: "
         'end the function with reshard("batch/d out +m -> batch/d out", ...), or annotate f32[batch/d out +m]',
         product,
         lambda y: y,
@@ -109,7 +109,8 @@ def test_a_pending_sum_is_only_added(operation, axes):
     # Where JAX 0.12 refuses a maximum on its own it does not say what it refuses.
     named = f"({operation}|an operation)" if operation == "reduce_max" else operation
     message = (
-        f"may only be added to sums pending alike, reshaped or settled, got {named} of a sum pending along m, in `prog"
+        f"can only be added to sums pending over the same axes, reshaped or settled, got {named} of a sum pending "
+        "along m, in `prog"
     )
     with pytest.raises(PendingSumError, match=message):
         product(NONLINEAR[operation], axes=axes)
@@ -121,7 +122,7 @@ def test_a_pending_sum_is_joined_with_sums_pending_alike(join):
     settle = lambda y: reshard("batch/d out +m -> batch/d out", y)
     for whole in (lambda: np.ones((2, 6), np.float32), lambda: jnp.full((2, 6), 2.0)):
         # Where JAX's types carry no sum on, its settling is refused.
-        words = "may only be added to sums pending alike, re|pending there, settle it b"
+        words = "can only be added to sums pending over the same axes, re|pending there, settle it b"
         with pytest.raises(TypeMismatch, match=words):
             product(lambda y, whole=whole: settle(JOINED[join](y, whole())))
     if join.startswith("stack"):
@@ -149,7 +150,7 @@ def test_the_refusal_names_the_line_and_the_reshard(axes):
         PendingSumError,
         "in `program` (test_manual_pending.py:"
         f"{then.__code__.co_firstlineno + 1}: return jnp.cumsum(y, 1)  # the line): "
-        'write reshard("batch/d out +m -> batch/d out", ...) before',
+        'write reshard("batch/d out +m -> batch/d out", ...) first',
         product,
         then,
         axes=axes,

@@ -91,7 +91,7 @@ def test_slices_are_followed_through(kind):
         with pytest.raises(TypeMismatch) as caught:
             jax.jit(program(lambda a: fn(RESHARDED(a)), "a/x b", wrong))(a)
         assert told(caught) == (
-            f"a result is what its annotation says, got a slice '{held}' for f32[{wrong}], in result of `program`: "
+            f"a result must match its annotation, got a slice '{held}' for f32[{wrong}], in result of `program`: "
             "reshard it, or correct the annotation"
         )
 
@@ -104,7 +104,7 @@ def test_the_left_side_of_a_text_is_what_an_operation_made(axes):
     with pytest.raises(TransitionError) as caught:
         program(lambda a: moved("a/y/x b -> a/x b")(a * 2.0), "a/x/y b", "a/x b", axes=axes)(a)
     assert told(caught, by_line=True) == (
-        "the left side of a text is what the array is, got a slice 'a/x/y b' for 'a/y/x b', in `program`: write "
+        "the left side of a text must describe the array, got a slice 'a/x/y b' for 'a/y/x b', in `program`: write "
         "'a/x/y b', or reshard it from there"
     )
 
@@ -119,7 +119,7 @@ def test_slices_that_lie_otherwise_do_not_meet(meet, other, seen):
     rows = 8 if "y" in other else 4
     with pytest.raises(TypeMismatch) as caught:
         program(meet, "a/x/y b", "a/x/y b", f"{other}".replace("a/z", "c/z"))(numbers(8, 4), numbers(rows, 4))
-    assert told(caught, by_line=True).startswith(f"slices that meet are slices of one dimension, cut alike, got {seen}")
+    assert told(caught, by_line=True).startswith(f"slices that are combined must be cut the same way, got {seen}")
 
 
 def test_a_lookup_of_as_many_positions_as_a_device_has_rows():
@@ -136,7 +136,7 @@ def test_a_lookup_of_as_many_positions_as_a_device_has_rows():
     aligned = lambda a, b: jnp.take_along_axis(a, b.astype(jnp.int32), 1)
     with pytest.raises(TypeMismatch) as caught:
         program(aligned, "a/x/y b", "a/x/y b", "a/y/x b")(rows, rows)
-    refused = "slices that meet are slices of one dimension, cut alike, got one over 'x/y' and one over 'y/x'"
+    refused = "slices that are combined must be cut the same way, got one over 'x/y' and one over 'y/x'"
     assert told(caught, by_line=True).startswith(refused)
 
 
@@ -161,7 +161,7 @@ def test_slices_meet_through_dimensions_of_one(way):
         program(meet, "a/x/y b", "a/x/y b", other.replace("x/y", "y/x"))(a, b)
     seen = " and ".join(f"one over '{axes}'" for axes in (("y/x", "x/y") if "chosen" in way else ("x/y", "y/x")))
     assert told(caught, by_line=True) == (
-        f"slices that meet are slices of one dimension, cut alike, got {seen}, in `program`: reshard one of them"
+        f"slices that are combined must be cut the same way, got {seen}, in `program`: reshard one of them"
     )
     with pytest.raises(TypeMismatch, match="got a slice 'a/x/y b' for f32.a/y/x b."):
         program(meet, "a/x/y b", "a/y/x b", other)(a, b)
@@ -181,7 +181,7 @@ def test_what_is_put_into_an_array_lies_as_it_does(update):
     with pytest.raises(TypeMismatch) as caught:
         program(update, "s b/x/y", "s b/x/y", "b/y/x")(whole, row)
     assert told(caught, by_line=True) == (
-        "slices that meet are slices of one dimension, cut alike, got one over 'x/y' and one over 'y/x', in `program`: "
+        "slices that are combined must be cut the same way, got one over 'x/y' and one over 'y/x', in `program`: "
         "reshard one of them"
     )
 
@@ -190,8 +190,8 @@ def test_an_array_and_its_transpose_do_not_meet():
     with pytest.raises(TypeMismatch) as caught:
         program(lambda a, b: a + b, "m/x n", "m/x n", "n m/x")(numbers(4, 2), numbers(2, 4))
     assert told(caught, by_line=True) == (
-        "slices that meet are slices of one dimension, got dimension 0 of one and dimension 1 of another sliced over "
-        "'x', in `program`: transpose one of them, or reshard it"
+        "slices that are combined must be slices of the same dimension, got dimension 0 of one and dimension 1 of "
+        "another sliced over 'x', in `program`: transpose one of them, or reshard it"
     )
     turned = program(lambda a, b: a + b.T, "m/x n", "m/x n", "n m/x")(numbers(4, 2), numbers(2, 4))
     np.testing.assert_array_equal(turned, numbers(4, 2) + numbers(2, 4).T)
@@ -200,25 +200,25 @@ def test_an_array_and_its_transpose_do_not_meet():
 def test_dimensions_that_were_joined_are_no_slice():
     """Unless the first alone is sliced; joined alike, two may meet, and they may be cut again."""
     a, w = numbers(2, 4, 2), numbers(8, 3)
-    why = "(of what was joined to 'n' not the first alone is sliced: it is no slice of that)"
+    why = "('n' joins dimensions of which not only the first is sliced, so this is not a slice of it)"
     with pytest.raises(TypeMismatch) as caught:
         program(lambda a: a.reshape(-1, 2), "t b/x d", "n/x d")(a)
     assert told(caught) == (
-        f"a result is what its annotation says, got a slice 'n/x d' for f32[n/x d] {why}, in result of `program`: "
+        f"a result must match its annotation, got a slice 'n/x d' for f32[n/x d] {why}, in result of `program`: "
         "reshard it before they are joined, or correct the annotation"
     )
     with pytest.raises(TransitionError) as caught:
         program(lambda a: moved("n/x d -> n d")(a.reshape(-1, 2)), "t b/x d", "n d")(a)
     assert told(caught, by_line=True) == (
-        f"the left side of a text is what the array is, got a slice 'n/x d' for 'n/x d' {why}, in `program`: reshard "
-        "it before they are joined"
+        f"the left side of a text must describe the array, got a slice 'n/x d' for 'n/x d' {why}, in `program`: "
+        "reshard it before they are joined"
     )
     product = lambda a, w: moved("o +x -> o")(tr.einsum("n/x, n/x o -> o +x", a.reshape(-1), w))
     with pytest.raises(TypeMismatch) as caught:
         program(product, "t b/x", "o", "n/x o")(numbers(2, 4), w)
     assert told(caught, by_line=True) == (
-        "slices that meet are slices of one dimension, cut alike, got one over 'x' (of which dimensions were joined) "
-        "and one over 'x', in `program`: reshard one of them"
+        "slices that are combined must be cut the same way, got one over 'x' (made by joining dimensions) and one "
+        "over 'x', in `program`: reshard one of them"
     )
     both = lambda a, w: moved("o +x -> o")(tr.einsum("n/x, n/x o -> o +x", a.reshape(-1), w.reshape(-1, 3)))
     found = program(both, "t b/x", "o", "t b/x o")(numbers(2, 4), w.reshape(2, 4, 3))
@@ -230,12 +230,12 @@ def test_dimensions_that_were_joined_are_no_slice():
 def test_dimensions_that_are_joined_and_cut_at_once_are_no_slices():
     a = numbers(8, 4)
     cut = lambda rows: lambda a: a.reshape(rows, -1)
-    why = "(of what was joined to 'd' not the first alone is sliced: it is no slice of that)"
+    why = "('d' joins dimensions of which not only the first is sliced, so this is not a slice of it)"
     for way in (cut(4), lambda a: cut(4)(a.reshape(-1))):
         with pytest.raises(TypeMismatch) as caught:
             program(way, "t b/x", "t/x d")(a)
         assert told(caught) == (
-            f"a result is what its annotation says, got a slice 't d/x' for f32[t/x d] {why}, in result of `program`: "
+            f"a result must match its annotation, got a slice 't d/x' for f32[t/x d] {why}, in result of `program`: "
             "reshard it before they are joined, or correct the annotation"
         )
     with pytest.raises(TypeMismatch, match="got dimension 1 of one and dimension 0 of another sliced over 'x'"):
@@ -299,8 +299,8 @@ def test_a_branch_that_each_device_chooses_takes_what_differs_as_its_choice():
     with pytest.raises(TypeMismatch) as caught:
         program(chosen, "a/x b", "a/x c", "b c")(a, w)
     assert told(caught, by_line=True) == (
-        "a branch that each device chooses for itself takes numbers that differ as the choice does, got some that are "
-        "the same along x, in `program`: write jax.lax.pcast(values, ('x',), to='varying') before"
+        "a branch that each device chooses for itself must take numbers that differ as the choice does, got some that "
+        "are the same along x, in `program`: write jax.lax.pcast(values, ('x',), to='varying') first"
     )
     cast = program(lambda a, w: chosen(a, jax.lax.pcast(w, ("x",), to="varying")), "a/x b", "a/x c", "b c")
     expected = lambda a, w: jnp.concatenate([a[:2], a[2:] @ w])
@@ -319,9 +319,9 @@ def test_a_collective_is_not_in_a_branch_or_a_loop_that_each_device_chooses():
         with pytest.raises(TypeMismatch) as caught:
             program(way, "a/x b", "a/x b")(a)
         assert told(caught, by_line=True) == (
-            "a collective runs on all devices along its mesh axes or on none, got one over x in a branch or a loop "
-            "that each of them chooses for itself, in `program`: share the choice first, as jax.lax.pmax does, or take "
-            "the collective out"
+            "a collective must run on all devices along its mesh axes or on none, got one over x in a branch or a "
+            "loop that each device chooses for itself, in `program`: share the choice first, as with jax.lax.pmax, or "
+            "move the collective out"
         )
     shared = lambda a: jax.lax.pmax(a[0, 0], "y") > 3
     along_y = lambda a: jax.lax.cond(shared(a), lambda a: a + jax.lax.pmax(a, "y"), lambda a: a, a)
@@ -335,9 +335,9 @@ def test_an_order_that_devices_have_of_their_own_is_not_the_same():
     with pytest.raises(TypeMismatch) as caught:
         program(some, "a/x b", "b")(a)
     assert told(caught) == (
-        "a result is what its annotation says, got one that differs along x for f32[b], in result of `program`: gather "
-        "it before the function ends, or correct the annotation (to JAX's types what argsort gives, or a branch or a "
-        "loop that each device chooses for itself, is the same on all devices)"
+        "a result must match its annotation, got one that differs along x for f32[b], in result of `program`: gather "
+        "it before the function ends, or correct the annotation (JAX's types count the result of argsort, or of a "
+        "branch or a loop that each device chooses for itself, as the same on all devices)"
     )
     carried = lambda a: jax.lax.scan(lambda c, _: (c + some(a), None), jnp.zeros(4), length=2)[0]
     with pytest.raises(TypeMismatch, match="got one that differs along x"):
@@ -350,8 +350,8 @@ def test_numbers_are_sorted_by_keys_that_differ_as_they_do():
     with pytest.raises(TypeMismatch) as caught:
         program(by_keys, "a/x", "b/x", "c")(numbers(4), numbers(2))
     assert told(caught, by_line=True) == (
-        "numbers are sorted by keys that differ as they do, got some that are the same along x, in `program`: write "
-        "jax.lax.pcast(values, ('x',), to='varying') before"
+        "operands that are sorted together must differ along the same mesh axes, got some that are the same along x, "
+        "in `program`: write jax.lax.pcast(values, ('x',), to='varying') first"
     )
     cast = lambda a, b: by_keys(a, jax.lax.pcast(b, ("x",), to="varying"))
     assert program(cast, "a/x", "b/x", "c")(numbers(4), numbers(2)).shape == (4,)
@@ -371,9 +371,14 @@ def test_turns_and_branches_give_slices_that_lie_alike():
     a = numbers(8, 8)
     turned = lambda a: jnp.transpose(a)
     assert program(in_scan(2, lambda a: turned(turned(a))), "a/x b/y", "a/x b/y")(a).shape == (8, 8)
-    with pytest.raises(TypeMismatch, match="a loop carries slices that lie alike in every turn, got _/x _/y and _/y _"):
+    with pytest.raises(
+        TypeMismatch,
+        match="a loop must carry slices that are cut the same way in every iteration, got _/x _/y and _/y _",
+    ):
         program(in_scan(2, turned), "a/x b/y", "a/x b/y")(a)
-    with pytest.raises(TypeMismatch, match="branches give slices that lie alike, got _/x _/y and _/y _/x"):
+    with pytest.raises(
+        TypeMismatch, match="branches must return slices that are cut the same way, got _/x _/y and _/y _/x"
+    ):
         program(lambda a: jax.lax.cond(a.sum() > 0, turned, lambda a: a, a), "a/x b/y", "a/x b/y")(a)
 
 

@@ -100,13 +100,13 @@ PLAIN = {
 @pytest.mark.parametrize("what", PLAIN)
 def test_plain_operations_of_manual_mode_are_held_too(what):
     """JAX forgets the sum of some: then the text that settles it says so."""
-    told = "a pending sum may only be added to sums pending alike|which is not pending along m"
+    told = "a pending sum can only be added to sums pending over the same axes|which is not pending along m"
     with pytest.raises((PendingSumError, TransitionError), match=told):
         _manual(lambda y: _settled(PLAIN[what](y)))
 
 
 def test_nothing_is_summed_twice():
-    with pytest.raises(PendingSumError, match="of one that was summed over it already.*leave the second sum out"):
+    with pytest.raises(PendingSumError, match="of a value that was summed over it already.*leave the second sum out"):
         _manual(lambda y: jax.lax.psum(tr.all_reduce("b o +m -> b o", y), "m"))
     np.testing.assert_array_equal(_manual(_settled), np.full((2, 3), 16.0))
 
@@ -125,7 +125,9 @@ SAME = {
 
 @pytest.mark.parametrize("what", SAME)
 def test_a_sum_is_of_values_that_differ(what):
-    with pytest.raises(PendingSumError, match="of one that (is the same on all devices along it|was summed over it)"):
+    with pytest.raises(
+        PendingSumError, match="of a value that (is the same on all devices along it|was summed over it)"
+    ):
         _on_two_axes(SAME[what])
 
 

@@ -259,13 +259,13 @@ def test_a_transition_is_one_collective_and_so_is_its_gradient(text):
     [
         (
             "a b -> a b +x",
-            "a pending sum comes from a product or a sum over a sliced dimension, got 'a b -> a b +x', in "
-            "reshard('a b -> a b +x'): take out '+x' on the right",
+            "only a product or a sum over a sliced dimension can make a pending sum, got 'a b -> a b +x', in "
+            "reshard('a b -> a b +x'): remove '+x' on the right",
         ),
         (
             "a b ~x -> a b",
-            "a copy ~x is already whole on each device and only its gradient differs, got 'a b ~x -> a b', in "
-            "reshard('a b ~x -> a b'): use the value from before the cast to ~x",
+            "a copy ~x is already whole on each device and cannot be cast back, got 'a b ~x -> a b', in reshard('a b "
+            "~x -> a b'): use the value from before the cast to ~x",
         ),
     ],
 )
@@ -277,8 +277,8 @@ def test_impossible_transitions(text, message):
 
 def test_a_dimension_that_does_not_divide():
     message = (
-        "a mesh axis divides what it slices, got a=6 over x=4, in reshard('a b -> a/x b'): make a 4 or 8, "
-        "or slice it over other axes"
+        "a dimension must be divisible by the mesh axes that slice it, got a=6 over x=4, in reshard('a b -> a/x b'): "
+        "make a 4 or 8, or slice it over other axes"
     )
     with pytest.raises(NotationError) as caught:
         hold("a b -> a/x b", mesh_of(x=4, y=2), (6, 4))

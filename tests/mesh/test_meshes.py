@@ -38,7 +38,9 @@ def test_hosts_lie_along_the_outermost_axes():
 
 
 def test_axes_that_do_not_divide_over_hosts_are_refused():
-    with pytest.raises(MeshError, match=r"divide over its hosts, got \{'data': 4, 'model': 3\} for 5 of them"):
+    with pytest.raises(
+        MeshError, match=r"must divide evenly over its hosts, got \{'data': 4, 'model': 3\} for 5 of them"
+    ):
         arrange([Device(id, id % 5) for id in range(12)], ["data", "model"], [4, 3])
 
 
@@ -47,8 +49,11 @@ def test_axes_that_do_not_divide_over_hosts_are_refused():
     [
         ({"data": 3, "model": 2}, r"got data=3 model=2 \(6\) for 8 devices, in make_mesh: 'data=4' fits"),
         ({"data": -1, "model": 3}, r"got data=-1 model=3 \(at least 3\) for 8 devices"),
-        ({"data": -1, "model": -1}, r"one mesh axis at most takes what is left, got data=-1 model=-1"),
-        ({"data": 0}, r"positive size, or -1 for what is left, got data=0, in make_mesh: correct 'data'"),
+        ({"data": -1, "model": -1}, r"at most one mesh axis can have size -1, got data=-1 model=-1"),
+        (
+            {"data": 0},
+            r"positive integer size, or -1 for the remaining devices, got data=0, in make_mesh: correct 'data'",
+        ),
         ({}, r"at least one axis, got none, in make_mesh: write make_mesh\(data=-1\)"),
     ],
 )
@@ -120,9 +125,9 @@ def test_unknown_gather():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: make_mesh(data=2.0, model=4), r"a whole positive size, .* got data=2.0 model=4, in make_mesh"),
-        (lambda: make_mesh(**{"a/b": 8}), r"a name that types can say, got 'a/b', in make_mesh"),
-        (lambda: Layout(None), r"a layout has a mesh, got None, in Layout"),
+        (lambda: make_mesh(data=2.0, model=4), r"a positive integer size, .* got data=2.0 model=4, in make_mesh"),
+        (lambda: make_mesh(**{"a/b": 8}), r"a name that is valid in a type, got 'a/b', in make_mesh"),
+        (lambda: Layout(None), r"a layout needs a mesh, got None, in Layout"),
         (
             lambda: Layout(make_mesh(data=8), "batch"),
             r"got params='batch', in Layout: write params=\{'batch': 'data'\}",

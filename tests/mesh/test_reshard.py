@@ -84,10 +84,12 @@ def test_verbs_check_their_transition():
     x = put((8, 8), P("data", None))
     assert tr.typeof(tr.all_gather("a/data b -> a b", x)) == "f32[8 8]"
     assert tr.typeof(tr.all_to_all("a/data b -> a b/data", x)) == "f32[8 8/data]"
-    with pytest.raises(tr.ReshardError, match="all_reduce performs an all-reduce, got a transition that is all-gather"):
+    with pytest.raises(
+        tr.ReshardError, match="all_reduce can only perform an all-reduce, got a transition that is all-gather"
+    ):
         tr.all_reduce("a/data b -> a b", x)
     with pytest.raises(
-        tr.ReshardError, match="reduce_scatter performs a reduce-scatter, got a transition that is nothing"
+        tr.ReshardError, match="reduce_scatter can only perform a reduce-scatter, got a transition that is nothing"
     ):
         tr.reduce_scatter("a/data b -> a/data b", x)
 
@@ -180,7 +182,10 @@ def test_an_array_of_another_mesh_is_refused():
 
 def test_what_is_mapped_over_an_axis_is_not_cut_along_it():
     inside = lambda row: tr.reshard("b -> b/data", row)
-    said = r"got reshard\[b -> b/data\] in a vmap over data: leave 'data' out of the text, or move what vmap gives"
+    said = (
+        r"got reshard\[b -> b/data\] in a vmap over data: leave 'data' out of the text, or reshard the result after "
+        "the vmap"
+    )
     with tr.Layout(MESH, compute={"a": "data"}):
         x = put((8, 8), P("data", None))
         for mapped, given in ((jax.vmap(inside), x), (tr.vmap(inside, "a"), tr.named(x, "a b"))):

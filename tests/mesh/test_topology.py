@@ -101,7 +101,7 @@ def test_cuda_plugin_absent(monkeypatch):
 
 
 def test_unknown_gpu():
-    with pytest.raises(TopologyError, match=r"there is no GPU 'h10' in the table \(a100-40gb, a100.*Near it: h100"):
+    with pytest.raises(TopologyError, match=r"there is no GPU 'h10' in the table \(a100-40gb, a100.*Similar: h100"):
         gpu_devices("h10")
 
 
@@ -130,5 +130,5 @@ def test_target_configs_name_the_gpu():
 
 
 def test_a_generation_that_is_none():
-    with pytest.raises(TopologyError, match="TPUs are of the generations .*, got 'v55'"):
+    with pytest.raises(TopologyError, match="a TPU generation must be one of .*, got 'v55'"):
         slice_names("v55")

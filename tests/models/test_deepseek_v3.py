@@ -67,9 +67,16 @@ def test_stages_share_the_mixtures():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dense_layers": 3}, "The blocks after the first ones have experts.\n  seen:  dense_layers=3, layers=3"),
-        ({"rope_dim": 5}, "Rotary positions turn pairs of elements.\n  seen:  rope_dim=5"),
-        ({"kv_latent": 0}, "A model's sizes are positive.\n  seen:  kv_latent=0"),
+        (
+            {"dense_layers": 3},
+            "`dense_layers` must be less than `layers`, so that some blocks have experts.\n  seen:  dense_layers=3, "
+            "layers=3",
+        ),
+        (
+            {"rope_dim": 5},
+            "`rope_dim` must be even, since rotary positions rotate pairs of elements.\n  seen:  rope_dim=5",
+        ),
+        ({"kv_latent": 0}, "A model's sizes must be positive.\n  seen:  kv_latent=0"),
     ],
 )
 def test_refused_sizes(fields, message):
@@ -81,7 +88,7 @@ def test_refused_sizes(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"q_lora_rank": None}, "A DeepSeek-V3 makes queries from a latent.\n  seen:  q_lora_rank: null"),
+        ({"q_lora_rank": None}, "A DeepSeek-V3 must make its queries from a latent.\n  seen:  q_lora_rank: null"),
         ({"quantization_config": {"quant_method": "fp8"}}, "stored in bfloat16, float16 or float32.\n  seen:  quanti"),
         ({"rope_interleave": False}, "A deepseek_v3 has rope_interleave True here."),
         ({"n_group": ...}, "seen:  no n_group"),

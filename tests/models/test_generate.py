@@ -179,9 +179,9 @@ def test_a_document_ends():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (dict(temperature=-1.0), "A temperature is 0 or more.\n  seen:  temperature=-1.0"),
-        (dict(top_k=0), "At least one token is chosen from.\n  seen:  top_k=0"),
-        (dict(top_p=0.0), "A share of the probability is above 0, and 1 at most.\n  seen:  top_p=0.0"),
+        (dict(temperature=-1.0), "`temperature` must be 0 or more.\n  seen:  temperature=-1.0"),
+        (dict(top_k=0), "`top_k` must be 1 or more.\n  seen:  top_k=0"),
+        (dict(top_p=0.0), "`top_p` must be above 0 and at most 1.\n  seen:  top_p=0.0"),
     ],
 )
 def test_refused_settings(how, message):
@@ -192,7 +192,7 @@ def test_refused_settings(how, message):
 
 def test_refused_prompts():
     model = model_of("gpt2")
-    with pytest.raises(UserError, match=r"as many tokens, one at least\.\n  seen:  lengths \[1, 2\]"):
+    with pytest.raises(UserError, match=r"the same number of tokens, at least one\.\n  seen:  lengths \[1, 2\]"):
         generate(model, [[1], [1, 2]], new_tokens=1, sampling=GREEDY, key=jax.random.key(0))
     with pytest.raises(
         UserError, match=r"learned positions\.\n  seen:  7 tokens of prompt and 58 new ones, positions=64"

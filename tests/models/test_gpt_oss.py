@@ -81,7 +81,10 @@ def test_stages_share_pairs():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"layer_types": ["full_attention"] * 2}, "A GPT-OSS's layers see a window and everything in turns"),
+        (
+            {"layer_types": ["full_attention"] * 2},
+            "The layers of a GPT-OSS must alternate between sliding-window and full attention",
+        ),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "seen:  quantization_config: mxfp4"),
         ({"attention_bias": False}, "A gpt_oss has attention_bias True here."),
         ({"sliding_window": ...}, "seen:  no sliding_window"),

@@ -176,19 +176,23 @@ GPTJ = dict(vocab=8, embed=8, layers=1, heads=2, rotary_dim=4, mlp=8)
 @pytest.mark.parametrize(
     ("family", "sizes", "message"),
     [
-        (LlamaConfig, GATED | {"mlp": 0}, "A model's sizes are positive.\n  seen:  mlp=0\n  where: model.mlp"),
+        (LlamaConfig, GATED | {"mlp": 0}, "A model's sizes must be positive.\n  seen:  mlp=0\n  where: model.mlp"),
         (
             Qwen3Config,
             GATED | {"kv_heads": 3},
-            "Each key head serves the same number of query heads.\n  seen:  heads",
+            "`heads` must be divisible by `kv_heads`.\n  seen:  heads",
         ),
-        (LlamaConfig, GATED | {"head_dim": 3}, "Rotary positions turn pairs of elements.\n  seen:  head_dim=3"),
-        (GPT2Config, GPT2 | {"heads": 3}, "Heads divide the width between them.\n  seen:  embed=8, heads=3"),
-        (GPT2Config, GPT2 | {"dropout": 1.0}, "`dropout` is a fraction below 1.\n  seen:  dropout=1.0"),
+        (
+            LlamaConfig,
+            GATED | {"head_dim": 3},
+            "`head_dim` must be even, since rotary positions rotate pairs of elements.\n  seen:  head_dim=3",
+        ),
+        (GPT2Config, GPT2 | {"heads": 3}, "`embed` must be divisible by `heads`.\n  seen:  embed=8, heads=3"),
+        (GPT2Config, GPT2 | {"dropout": 1.0}, "`dropout` must be at least 0 and below 1.\n  seen:  dropout=1.0"),
         (
             GPTJConfig,
             GPTJ | {"rotary_dim": 6},
-            "Rotary positions turn pairs of elements of a head.\n  seen:  rotary",
+            "`rotary_dim` must be even and at most the width of a head.\n  seen:  rotary",
         ),
     ],
 )

@@ -16,26 +16,32 @@ WRONG = {
     "a count that is an axis": (lambda: tr.top_k(X, "embed", tr.Axis("k", 2)), r"top_k takes a whole number, got .*k"),
     "a count with a fraction": (lambda: tr.split(X, "embed", 2.5), r"split takes a whole number, got 2\.5, .* split"),
     "sizes of parts": (lambda: X.split_axis("embed", {"a": "b", "c": 2}), r"split_axis takes a whole number, got 'b'"),
-    "widths without names": (lambda: tr.pad(X, 2), r"pad takes a dict from names, got 2, in pad: .*\{'pos'"),
+    "widths without names": (lambda: tr.pad(X, 2), r"pad takes a dict with names as keys, got 2, in pad: .*\{'pos'"),
     "one width": (lambda: tr.pad(X, {"embed": 1}), r"pad takes names, got 1, in pad: write pad"),
     "the order in roll": (lambda: tr.roll(X, "embed", "embed"), r"roll takes a whole number, got 'embed'"),
-    "names for rename": (lambda: X.rename("embed"), r"rename takes a dict from names, got 'embed', .*\{'old'"),
+    "names for rename": (lambda: X.rename("embed"), r"rename takes a dict with names as keys, got 'embed', .*\{'old'"),
     "no names": (lambda: X.transpose(None), r"transpose takes names, got None, in transpose: write"),
     "names to merge": (lambda: tr.merge_axes(X, 3, "both"), r"merge_axes takes names, got 3"),
-    "a text last": (lambda: tr.einsum(X, X, "batch embed"), r"einsum takes a text, got f32\[batch=4 embed=6\]"),
-    "a pattern": (lambda: tr.rearrange(X, ("embed", "batch")), r"rearrange takes a text, got \('embed', 'batch'\)"),
-    "an array first": (lambda: tr.reshard(X, "batch -> batch/d"), r"the notation is a text, got a NamedArray"),
-    "an array is no shape": (lambda: tr.parse([1]), r"the notation is a text, got a list in its place: put the text"),
+    "a text last": (lambda: tr.einsum(X, X, "batch embed"), r"einsum takes a string, got f32\[batch=4 embed=6\]"),
+    "a pattern": (lambda: tr.rearrange(X, ("embed", "batch")), r"rearrange takes a string, got \('embed', 'batch'\)"),
+    "an array first": (lambda: tr.reshard(X, "batch -> batch/d"), r"the notation must be a string, got a NamedArray"),
+    "an array is no shape": (
+        lambda: tr.parse([1]),
+        r"the notation must be a string, got a list in its place: pass the string",
+    ),
     "the order in outer": (lambda: tr.outer(X, X, jnp.equal), r"outer takes a function, got f32\[batch=4 embed=6\]"),
     "no loop": (lambda: tr.while_loop(X, X, X), r"while_loop takes a function, got f32\[batch=4 embed=6\]"),
     "no branches": (lambda: tr.cond(True, X, X), r"cond takes a function, got f32\[batch=4 embed=6\], in cond: write"),
     "a plain sum": (lambda: tr.settle(jnp.zeros(3)), r"settle takes a named array, got f32\[3\], in settle"),
     "no dtype": (lambda: X.astype("floaty"), r"astype takes a dtype, got 'floaty', in astype: write jnp\.bfloat16"),
     "a dtype of none": (lambda: X.astype(None), r"astype takes a dtype, got None"),
-    "fractions as bits": (lambda: X & 1, r"takes the dtypes of JAX's, got f32\[batch=4 embed=6\] and 1 .*astype"),
+    "fractions as bits": (
+        lambda: X & 1,
+        r"must have operands of dtypes that JAX accepts, got f32\[batch=4 embed=6\] and 1 .*astype",
+    ),
     "truths made probabilities": (
         lambda: tr.softmax(X > 0, "embed"),
-        r"takes the dtypes of JAX's, got bool_\[batch=4 embed=6\] in softmax \(sub does not accept .*cast",
+        r"operands of dtypes that JAX accepts, got bool_\[batch=4 embed=6\] in softmax \(sub does not accept .*cast",
     ),
     "truths to round": (
         lambda: tr.round(X > 0),
@@ -43,16 +49,16 @@ WRONG = {
     ),
     "the largest of complex numbers": (
         lambda: tr.argmax(X.astype("complex64"), "embed"),
-        r"complex numbers have no largest, got c64\[batch=4 embed=6\], in argmax: take their real\(x\)",
+        r"complex numbers have no order, got c64\[batch=4 embed=6\], in argmax: use real\(x\)",
     ),
     "the largest of none": (
         lambda: tr.argmax(X["embed", :0], "embed"),
-        r"that of one of the values, got none in f32\[batch=4 embed=0\] along 'embed', in argmax: leave",
+        r"can only be found among values, got none in f32\[batch=4 embed=0\] along 'embed', in argmax: skip",
     ),
     **{
         f"of complex numbers, {what}": (
             functools.partial(call, X.astype("complex64")),
-            rf"complex numbers have no largest, got c64\[batch=4 embed=6\], in {what}: take",
+            rf"complex numbers have no order, got c64\[batch=4 embed=6\], in {what}: use real",
         )
         for what, call in {
             "max": tr.max,
@@ -72,21 +78,30 @@ WRONG = {
         r"in clip \(Clip received a complex value .*: cast",
     ),
     "a sum of four bits": (lambda: X.astype("int4").sum(), r"got i4\[batch=4 embed=6\] in sum .*: cast"),
-    "whole numbers": (lambda: tr.sigmoid(WHOLE), r"takes the dtypes of JAX's, got i32\[batch=4\] .*cast"),
+    "whole numbers": (
+        lambda: tr.sigmoid(WHOLE),
+        r"must have operands of dtypes that JAX accepts, got i32\[batch=4\] .*cast",
+    ),
     "names and no array": (lambda: tr.named("batch", X), r"named takes an array, got 'batch', in named"),
-    "a number and no array": (lambda: tr.einsum("a b -> a", 3), r"an einsum multiplies arrays, got int, in einsum"),
+    "a number and no array": (lambda: tr.einsum("a b -> a", 3), r"an einsum takes arrays, got int, in einsum"),
     "settled or not": (lambda: tr.einsum("batch embed -> batch", X, settle="x"), r"got settle='x', in einsum: write"),
-    "no condition": (lambda: tr.cond(None, abs, abs, X), r"follows from one boolean, got None, in cond: compare it"),
-    "a number for a condition": (lambda: tr.cond(1.5, abs, abs, X), r"follows from one boolean, got 1\.5, in cond"),
-    "several conditions": (lambda: tr.cond(jnp.ones(3, bool), abs, abs, X), r"got bool_\[3\], in cond: take \.all"),
-    "no end": (lambda: tr.while_loop(lambda x: x.sum(), abs, X), r"one boolean, got f32\[\], in while_loop: compare"),
-    "no program": (lambda: tr.ledger(3, X), r"a program is that of a function, got int, in trace: give the function"),
-    "no class": (lambda: tr.struct(3), r"a struct is a class, got int, in struct: write @struct"),
-    "no manual function": (lambda: tr.shard_map(3), r"a manual function is a function, got int, in shard_map: write"),
-    "nothing to keep": (lambda: tr.Keep(3), r"what is kept is named by texts, .* got names=3, in Keep: write"),
+    "no condition": (lambda: tr.cond(None, abs, abs, X), r"must be a single boolean, got None, in cond: compare it"),
+    "a number for a condition": (lambda: tr.cond(1.5, abs, abs, X), r"must be a single boolean, got 1\.5, in cond"),
+    "several conditions": (
+        lambda: tr.cond(jnp.ones(3, bool), abs, abs, X),
+        r"got bool_\[3\], in cond: reduce it with \.all",
+    ),
+    "no end": (
+        lambda: tr.while_loop(lambda x: x.sum(), abs, X),
+        r"a single boolean, got f32\[\], in while_loop: compare",
+    ),
+    "no program": (lambda: tr.ledger(3, X), r"only a function can be traced, got int, in trace: pass the function"),
+    "no class": (lambda: tr.struct(3), r"a struct must be a class, got int, in struct: write @struct"),
+    "no manual function": (lambda: tr.shard_map(3), r"shard_map takes a function, got int, in shard_map: write"),
+    "nothing to keep": (lambda: tr.Keep(3), r"Keep takes a list of names, .* got names=3, in Keep: write"),
     "no map": (lambda: tr.named_jit(abs, inputs="compuet"), r"got 'compuet', in named_jit\(inputs=\.\.\.\): write"),
     "nothing to compile": (lambda: tr.named_jit(3), r"named_jit takes a function, got 3, in named_jit"),
-    "nothing to draw": (lambda: tr.show(3), r"show draws arrays and layouts, got int, in show: pass an array"),
+    "nothing to draw": (lambda: tr.show(3), r"show can draw only arrays and layouts, got int, in show: pass an array"),
     "an array without names": (lambda: tr.named(jnp.zeros(3), None), r"named takes names, got None, in named"),
 }
 
@@ -107,7 +122,10 @@ def test_random_keys_are_no_sums():
     keys = jax.random.split(jax.random.key(0), 8)
     with jax.set_mesh(tr.make_mesh(jax.devices()[:2], x=2)):
         for state in "+~":
-            with pytest.raises(tr.ReshardError, match=rf"numbers, got key<fry> as '\{state}x', in reshard: leave out"):
+            with pytest.raises(
+                tr.ReshardError,
+                match=rf"numbers can be pending sums or copies, got key<fry> as '\{state}x', in reshard: leave out",
+            ):
                 tr.reshard(f"a -> a {state}x", keys)
 
 
@@ -123,5 +141,10 @@ def test_what_is_on_no_device_is_drawn():
 def test_a_dtype_that_jax_has_no_running_maximum_of(axis_type, along):
     mesh = tr.make_mesh(jax.devices()[:2], axis_type=axis_type, data=2)
     layout = tr.Layout(mesh, compute={"batch": "data"})
-    with layout, pytest.raises(tr.NamesError, match=r"takes the dtypes of JAX's, got bool_\[.*\] in cummax .*cast"):
+    with (
+        layout,
+        pytest.raises(
+            tr.NamesError, match=r"must have operands of dtypes that JAX accepts, got bool_\[.*\] in cummax .*cast"
+        ),
+    ):
         tr.cummax(tr.shard(X > 0, "compute"), along)

@@ -86,9 +86,9 @@ def test_branches_and_their_gradients(layout, at, settle):
 
 def test_a_choice_is_one_boolean():
     x, w, _ = arrays()
-    with pytest.raises(tr.NamesError, match=r"one boolean, got bool_\[batch=8\], in cond: take .all"):
+    with pytest.raises(tr.NamesError, match=r"a single boolean, got bool_\[batch=8\], in cond: reduce it with .all"):
         tr.cond(x.sum("embed") > 0, lambda x: x, lambda x: x, x)
-    with pytest.raises(tr.NamesError, match="in while_loop: take"):
+    with pytest.raises(tr.NamesError, match="in while_loop: reduce"):
         tr.while_loop(lambda x: x > 0, lambda x: x, x)
     with pytest.raises(tr.TypeMismatch, match=r"same names, sizes and dtypes, got f32\[.*\] and bf16\[.*\], in cond"):
         tr.cond(x.sum() > 0, lambda x: x, lambda x: x.astype(jnp.bfloat16), x)

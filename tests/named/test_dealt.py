@@ -108,21 +108,21 @@ def test_what_it_says(layout):
         with pytest.raises(NamesError) as error:
             deal(x).rename(pos="p")
         assert str(error.value) == (
-            "rename goes by the order of 'pos', which is dealt out over devices here, got "
-            "f32[batch=2 pos/c=16 embed=3]: write it as trellis.in_order(f, x), or train with layout.context exchange, "
-            "which leaves positions in their order"
+            "rename depends on the order of 'pos', which is dealt out over devices here, got f32[batch=2 pos/c=16 "
+            "embed=3]: write it as trellis.in_order(f, x), or train with layout.context exchange, which keeps "
+            "positions in order"
         )
         with pytest.raises(NamesError) as error:
             tr.arange(tr.Axis("key_pos", 16))
         assert str(error.value) == (
-            "positions of keys are those of queries where they are dealt out, got 'key_pos=16', in arange: make it "
-            "of 'pos' and write .rename(pos='key_pos')"
+            "positions of keys that are dealt out must be made from those of queries, got 'key_pos=16', in arange: "
+            "make it with 'pos' and write .rename(pos='key_pos')"
         )
         with pytest.raises(NamesError) as error:
             tr.arange(tr.Axis("pos", 12))
         assert str(error.value) == (
-            "positions are dealt out over 4 slices here, two pieces each, got 'pos=12', in arange: use a length that 8 "
-            "divides"
+            "positions dealt out over 4 slices must split into two pieces for each, got 'pos=12', in arange: use a "
+            "length that is divisible by 8"
         )
 
 
@@ -130,8 +130,8 @@ def test_a_table_from_outside_is_not_moved_by_a_text(layout):
     with layout.with_dealt(("c",)), pytest.raises(ReshardError) as error:
         tr.reshard("pos -> pos/c", TABLE())
     assert str(error.value) == (
-        "positions are dealt out where an array comes to the mesh, got 'pos' of one that is on none, in "
-        "reshard('pos -> pos/c'): write shard(x, 'compute') before"
+        "an array with dealt-out positions must be placed before it is resharded, got 'pos' of one on no mesh, in "
+        "reshard('pos -> pos/c'): write shard(x, 'compute') first"
     )
 
 

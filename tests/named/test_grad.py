@@ -10,13 +10,19 @@ from trellis.notation import TypeMismatch
 
 X = tr.ones({"embed": 8})
 REFUSED = {
-    "a gradient is that of one real number, got None": lambda: tr.grad(lambda x: None)(X),
-    "a gradient is that of one real number, got 3,": lambda: tr.grad(lambda x: 3)(X),
-    "a gradient is that of one real number, got c64..,": lambda: tr.grad(lambda x: x.astype(jnp.complex64).sum())(X),
-    "a gradient is that of one number, got f32.embed=8.": lambda: tr.grad(lambda x: x)(X),
-    "is of floats, got i32.embed=8. in argument 0": lambda: tr.grad(lambda x: x.sum())(X.astype(jnp.int32)),
-    "is of floats, got 3 in argument 1": lambda: tr.value_and_grad(lambda x, n: x.sum(), (0, 1))(X, {"n": 3}),
-    "argnums counts the positional arguments, from 0, got 2 for 1": lambda: tr.grad(lambda x: x.sum(), 2)(X),
+    "only a real number can be differentiated, got None": lambda: tr.grad(lambda x: None)(X),
+    "only a real number can be differentiated, got 3,": lambda: tr.grad(lambda x: 3)(X),
+    "only a real number can be differentiated, got c64..,": lambda: tr.grad(lambda x: x.astype(jnp.complex64).sum())(X),
+    "only a scalar can be differentiated, got f32.embed=8.": lambda: tr.grad(lambda x: x)(X),
+    "only floats can be differentiated, got i32.embed=8. in argument 0": lambda: tr.grad(lambda x: x.sum())(
+        X.astype(jnp.int32)
+    ),
+    "only floats can be differentiated, got 3 in argument 1": lambda: tr.value_and_grad(lambda x, n: x.sum(), (0, 1))(
+        X, {"n": 3}
+    ),
+    "argnums must be the number of a positional argument, from 0, got 2 for 1": lambda: tr.grad(lambda x: x.sum(), 2)(
+        X
+    ),
 }
 
 
@@ -50,7 +56,7 @@ def straight(ended):
 
 
 @pytest.mark.parametrize(
-    ("rule", "what"), [(clipped, "tangent where its result"), (straight, "gradient where its argument")]
+    ("rule", "what"), [(clipped, "tangent sharded like its result"), (straight, "gradient sharded like its argument")]
 )
 def test_a_rule_of_ones_own_ends_where_its_weight_rests(rule, what):
     def gradient(ended):
@@ -61,5 +67,5 @@ def test_a_rule_of_ones_own_ends_where_its_weight_rests(rule, what):
     wanted = gradient(tr.shard)
     with tr.Layout(tr.make_mesh(data=8), params={"embed": "data"}, compute={"batch": "data"}):
         np.testing.assert_allclose(np.asarray(gradient(tr.shard)), np.asarray(wanted), rtol=1e-5, atol=1e-6)
-        with pytest.raises(TypeMismatch, match=f"gives each {what} lies, got .*, or with reshard to where it lies"):
+        with pytest.raises(TypeMismatch, match=f"must return each {what}, got .*, or with a reshard"):
             gradient(lambda d: d)

@@ -91,7 +91,7 @@ def test_without_a_layout_shard_leaves_a_tree_as_it_is():
     assert tr.shard(tree)["x"] is x and tr.shard(tree, "compute") == tree
     with pytest.raises(tr.NamesError, match=r"a map to mesh axes needs a layout, got \{'pos': 'data'\} and none in"):
         tr.shard(tree, {"pos": "data"})
-    with pytest.raises(tr.NamesError, match="a tree goes where one of the layout's maps says, .* got 'activations'"):
+    with pytest.raises(tr.NamesError, match="a tree must be placed by one of the layout's maps .* got 'activations'"):
         tr.shard(tree, "activations")
 
 
@@ -198,8 +198,8 @@ def test_partial_sums_may_wait_and_be_settled_once():
     ("use", "what"),
     [
         (lambda p: tr.exp(p), "exp"),
-        (lambda p: p * p, "multiply of it with something else than a number"),
-        (lambda p: p + 1.0, "add of it and something that is not the same partial sum"),
+        (lambda p: p * p, "multiply, by something other than a number,"),
+        (lambda p: p + 1.0, "add, with something that is not the same partial sum,"),
         (lambda p: p.max("embed"), "max"),
         (lambda p: tr.softmax(p, "embed"), "softmax"),
         (lambda p: tr.dot(p, p, over="embed"), "dot"),
@@ -212,7 +212,7 @@ def test_nonlinear_operations_on_partial_sums_name_the_forgotten_reshard(use, wh
         message = (
             rf"only linear operations take partial sums, got {what} of "
             r"f32\[batch/data=8 embed=16 \+model\]: write "
-            r'reshard\("batch/data embed \+model -> batch/data embed", ...\) before, or settle\(...\)'
+            r'reshard\("batch/data embed \+model -> batch/data embed", ...\) first, or settle\(...\)'
         )
         with pytest.raises(tr.PendingSumError, match=message):
             jax.eval_shape(lambda x, w: use(tr.dot(x, w, over="mlp", settle=False)), x, w)
@@ -307,11 +307,14 @@ def test_a_length_that_mesh_axes_do_not_divide_is_whole_for_a_while(longer, plai
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"context": "exchange"}, r"context names .*, got context='exchange', in Layout: write context=\{'context'"),
-        ({"dealt": True}, r"dealt names .*, got dealt=True, in Layout: write dealt='context'"),
-        ({"context": ("ring",)}, r"context is a map, got 'ring' in it, in Layout: write context=\{'context'"),
-        ({"params": ("embed",)}, r"params is a map, got 'embed' in it, in Layout: write params=\{'batch'"),
-        ({"overlap": 3}, r"overlap names .*, got overlap=3, in Layout: write overlap=\('mlp', 'heads'\)"),
+        (
+            {"context": "exchange"},
+            r"context must name .*, got context='exchange', in Layout: write context=\{'context'",
+        ),
+        ({"dealt": True}, r"dealt must name .*, got dealt=True, in Layout: write dealt='context'"),
+        ({"context": ("ring",)}, r"context must be a map, got 'ring' in it, in Layout: write context=\{'context'"),
+        ({"params": ("embed",)}, r"params must be a map, got 'embed' in it, in Layout: write params=\{'batch'"),
+        ({"overlap": 3}, r"overlap must name .*, got overlap=3, in Layout: write overlap=\('mlp', 'heads'\)"),
     ],
 )
 def test_what_a_layout_has_besides_its_maps_is_of_its_kind(given, message):

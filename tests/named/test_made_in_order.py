@@ -92,7 +92,9 @@ def test_what_goes_by_order_may_take_and_give_any_tree(where):
 
 
 def test_what_goes_by_order_has_positions():
-    with pytest.raises(tr.NamesError, match=r"has the name 'pos', got f32\[embed=4\], in in_order: call the function"):
+    with pytest.raises(
+        tr.NamesError, match=r"needs an array with the name 'pos', got f32\[embed=4\], in in_order: call the function"
+    ):
         tr.in_order(lambda x: x, tr.zeros({"embed": 4}))
 
 

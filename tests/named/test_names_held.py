@@ -39,7 +39,7 @@ def test_jax_loops_know_no_names(loop):
     ],
 )
 def test_every_operation_holds_them(use):
-    with pytest.raises(NamesError, match="has one name for each dimension"):
+    with pytest.raises(NamesError, match="must have one name for each dimension"):
         jax.vmap(use)(tr.named(jnp.ones((3, 3, 3)), "b h w"))
 
 
@@ -150,7 +150,7 @@ def test_a_layer_that_a_loop_refuses_is_refused_written_out(layer, unroll):
     x, layers = tr.ones({"batch": 2, "embed": 4}), tr.ones({"layers": 4})
     how = {} if unroll is None else {"unroll": unroll}
     for run in (lambda: tr.fold(lambda x, _: layer(x), "layers", **how)(x, layers),):
-        with pytest.raises(TypeMismatch, match="a loop's body gives a carry like the one it takes"):
+        with pytest.raises(TypeMismatch, match="a loop's body must return a carry like the one it takes"):
             run()
 
 

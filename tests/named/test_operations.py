@@ -60,7 +60,7 @@ def test_operators_broadcast_by_name_in_any_order():
             tr.outer(tr.subtract, numbers, numbers.rename(a="b"))
     disjoint = tr.outer(tr.multiply, rand(a=2), rand(b=3))
     assert disjoint.shape == {"a": 2, "b": 3}
-    with pytest.raises(NamesError, match=r"broadcasts where one operand's names contain the other's.*in multiply"):
+    with pytest.raises(NamesError, match=r"can broadcast only if one operand's names contain the other's.*in multiply"):
         rand(a=2) * rand(b=3)
     np.testing.assert_array_equal((2.0 - s).array, 2.0 - s.array)
     assert (x > 0).dtype == jnp.bool_
@@ -164,8 +164,8 @@ def test_rearrange():
     for pattern, sizes, message in (
         ("batch (a b) -> batch a b", {"a": 5}, r"got 'a=5 b' for embed=12 in f32\[batch=2 embed=12\]"),
         ("batch (a b) -> batch a", {"a": 3}, r"got none of 'b' on the right"),
-        ("batch embed -> batch other", {}, r"names on the right come from the left, got 'other'"),
-        ("batch -> batch", {}, r"writes every dimension, or '...', got 1 in 'batch -> batch'"),
+        ("batch embed -> batch other", {}, r"names on the right must also be on the left, got 'other'"),
+        ("batch -> batch", {}, r"must write every dimension, or '...', got 1 in 'batch -> batch'"),
     ):
         with pytest.raises(NamesError, match=message):
             x.rearrange(pattern, **sizes)
@@ -183,7 +183,7 @@ def test_splitting_and_joining():
     assert [p.shape["embed"] for p in x.split("embed", 2)] == [2, 2]
     with pytest.raises(NamesError, match=r"got \[1, 2\] for embed=4"):
         x.split("embed", [1, 2])
-    with pytest.raises(NamesError, match=r"stack makes a new dimension, got 'embed'"):
+    with pytest.raises(NamesError, match=r"stack must make a new dimension, got 'embed'"):
         tr.stack([q, k], "embed")
 
 
@@ -199,9 +199,9 @@ def test_indexing_and_updates():
     np.testing.assert_array_equal(x.at["pos", 1].set(0.0).array, x.array.at[:, 1].set(0.0))
     row = rand(embed=2)
     np.testing.assert_array_equal(x.at["pos", 1:3].add(row).array, x.array.at[:, 1:3].add(row.array[None, None]))
-    with pytest.raises(NamesError, match=r"a position is inside its dimension, got pos\[7\].*use -5 to 4"):
+    with pytest.raises(NamesError, match=r"a position must be inside its dimension, got pos\[7\].*use -5 to 4"):
         x["pos", 7]
-    with pytest.raises(NamesError, match="indexing goes by name"):
+    with pytest.raises(NamesError, match="must be indexed by name"):
         x[0]
 
 
@@ -210,7 +210,7 @@ def test_take_is_an_embedding_lookup():
     out = tr.take(table, "vocab", ids)
     assert out.names == ("batch", "pos", "embed")
     np.testing.assert_array_equal(out.array, table.array[ids.array])
-    with pytest.raises(NamesError, match="positions have names that the table has not, got 'embed'"):
+    with pytest.raises(NamesError, match="positions cannot share other names with the table, got 'embed'"):
         tr.take(table, "vocab", ids.rename(pos="embed"))
 
 
@@ -282,12 +282,18 @@ X = "f32[batch=2 embed=3]"
             rf"got no 'embed', which the array has, in 'batch -> batch' for {X}",
         ),
         (lambda x: tr.einsum("batch embed -> mlp", x), rf"got 'mlp' in 'batch embed -> mlp' for {X}"),
-        (lambda x: tr.einsum("a, b -> a", x), "takes as many arrays as its text, got 1 for 'a, b -> a'"),
-        (lambda x: tr.einsum("batch/data embed -> embed", x), "named arrays carry their sharding, got mesh axes"),
-        (lambda x: tr.dot(x, x, over="mlp"), "dot sums over names that its operands share, got 'mlp'"),
-        (lambda x: tr.vmap(lambda y: y, "pos")(x), "vmap goes along one dimension, got no array with it for 'pos'"),
+        (lambda x: tr.einsum("a, b -> a", x), "needs one array for each operand in its text, got 1 for 'a, b -> a'"),
+        (
+            lambda x: tr.einsum("batch/data embed -> embed", x),
+            "an einsum of named arrays takes names only, got mesh axes",
+        ),
+        (lambda x: tr.dot(x, x, over="mlp"), "dot can only sum over names that its operands share, got 'mlp'"),
+        (
+            lambda x: tr.vmap(lambda y: y, "pos")(x),
+            "vmap needs one size for its dimension, got no array with it for 'pos'",
+        ),
         (lambda x: x.broadcast_to({"batch": 2}), r"got none of 'embed' in 'batch'"),
-        (lambda x: list(x), "not iterated by position"),
+        (lambda x: list(x), "cannot be iterated by position"),
         (lambda x: named(x.array, "batch"), r"got 1 names 'batch' for shape \(2, 3\)"),
         (lambda x: named(x.array, ("a", "a")), "got 'a a': rename the second 'a'"),
     ],

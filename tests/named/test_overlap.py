@@ -124,20 +124,20 @@ def test_errors():
     with pytest.raises(MeshError) as error:
         layout(overlap=["heads"])
     assert str(error.value) == (
-        "an overlapped name is sliced over one mesh axis, got overlap 'heads' where compute has 'heads: nothing', in "
-        "Layout: add 'heads' to compute, or take it out of overlap"
+        "an overlapped name must be sliced over one mesh axis, got overlap 'heads' where compute has 'heads: "
+        "nothing', in Layout: add 'heads' to compute, or remove it from overlap"
     )
     with pytest.raises(MeshError) as error:
         mesh = tr.make_mesh(data=2, context=2, model=2)
         tr.Layout(mesh, compute={"mlp": ("context", "model")}, overlap="mlp")
     assert str(error.value) == (
-        "an overlapped name is sliced over one mesh axis, got overlap 'mlp' where compute has 'mlp: context/model', in "
-        "Layout: choose one of these axes"
+        "an overlapped name must be sliced over one mesh axis, got overlap 'mlp' where compute has 'mlp: "
+        "context/model', in Layout: choose one of these axes"
     )
     with layout(), pytest.raises(tr.NotationError) as error:
         h, w = tr.zeros({"batch": 4, "pos": 6, "mlp": 24}), tr.zeros({"mlp": 24, "embed": 16})
         tr.named_jit(lambda h, w: tr.dot(h, w, over="mlp"))(tr.shard(h, {"mlp": "model"}), tr.shard(w))
     assert str(error.value) == (
-        "a mesh axis divides what it slices, got pos=6 over model=4, in 'pos/model': make pos 4 or 8, or slice it over "
-        "other axes"
+        "a dimension must be divisible by the mesh axes that slice it, got pos=6 over model=4, in 'pos/model': make "
+        "pos 4 or 8, or slice it over other axes"
     )

@@ -183,8 +183,8 @@ def test_numbers_of_rows_are_not_made_in_a_layer():
     """They would be those of a part."""
     stacked = Stacked(Numbered(named(jnp.ones((2, EMBED)), "layers embed")), Axis("layers", 2))
     assert mistake(layout(2), stacked, inputs()[0]) == (
-        "within a pipeline a layer computes each row of 'batch' on its own, got arange along 'batch', of which it sees "
-        "a microbatch: move it out of the layers, or take the layers out of the layout's compute"
+        "a layer in a pipeline must compute each row of 'batch' on its own, got arange along 'batch', of which it "
+        "sees only a microbatch: move it out of the layers, or remove the layers from the layout's compute"
     )
 
 
@@ -223,9 +223,9 @@ def test_how_many_rows_there_are_is_no_number_in_a_layer(what):
     stacked = Stacked(Sized(named(jnp.full((2, EMBED), 0.5), "layers embed"), what), Axis("layers", 2))
     if what not in MADE:
         assert mistake(layout(2, 2), stacked, inputs()[0]) == (
-            "within a pipeline a layer computes each row of 'batch' on its own, got a number made of how many there "
-            "are, of which it sees 1: pass the whole number to the layers as an argument, or take the layers out of "
-            "the layout's compute"
+            "a layer in a pipeline must compute each row of 'batch' on its own, got a number made from the count of "
+            "rows, of which it sees 1: pass the number to the layers as an argument, or remove the layers from the "
+            "layout's compute"
         )
         return
     x = inputs()[0]
@@ -271,23 +271,23 @@ def test_mistakes():
     use = {"layers": "stage", "batch": "data"}
     x = named(jnp.ones((16, 2)), "batch embed")
     assert mistake(Layout(mesh, (), use, uneven=("layers",)), of(3), x) == (
-        "every part of a pipeline has a layer, got 3 'layers' in 1 group on each of 4 stages: use numbers whose "
+        "every part of a pipeline needs a layer, got 3 'layers' in 1 group on each of 4 stages: use numbers whose "
         "product is 3 or less"
     )
     assert mistake(Layout(mesh, (), {"layers": ("stage", "data")}), of(8), x) == (
-        "a pipeline runs along one mesh axis, got 'layers/stage/data': choose one of them"
+        "a pipeline must run along one mesh axis, got 'layers/stage/data': choose one of them"
     )
     assert mistake(Layout(mesh, (), use), of(4), named(jnp.ones((2,)), "embed")) == (
-        "a pipeline cuts what it carries into microbatches, got a value without the name 'batch': carry named arrays "
-        "that have it, or take 'layers' out of the layout's compute"
+        "every value that a pipeline carries must have the name 'batch', got one without it: carry named arrays that "
+        "have it, or remove 'layers' from the layout's compute"
     )
     assert mistake(Layout(mesh, (), use, pipeline_microbatches=3), of(4), x) == (
-        "a pipeline's microbatches cut every slice of the batch into equal parts, got 3 for batch=16 in 2 slices: "
-        "use one of 1, 2, 4, 8 as pipeline_microbatches"
+        "a pipeline's microbatches must divide every slice of the batch evenly, got 3 for batch=16 in 2 slices: use "
+        "one of 1, 2, 4, 8 as pipeline_microbatches"
     )
     auto = make_mesh(stage=4, data=2, axis_type="auto")
     assert mistake(Layout(auto, (), use), of(4), x) == (
-        "a pipeline needs a mesh in explicit mode, got 'layers/stage' in auto mode: change the mode"
+        "a pipeline needs a mesh in explicit mode, got 'layers/stage' in auto mode: make an explicit mesh"
     )
 
 

@@ -100,39 +100,36 @@ X = jnp.ones((2, 3))
     ("message", "call"),
     [
         (
-            "a name has one length in a call, got pos=3 from argument `x` of `add` and pos=4 from argument `y` of "
-            "`add`, in "
-            "`add`: make them agree, or give one of them another name",
+            "a name must have one length in a call, got pos=3 from argument `x` of `add` and pos=4 from argument `y` "
+            "of `add`, in `add`: make them agree, or give one of them another name",
             lambda: add(X, jnp.ones((2, 4))),
         ),
         (
-            "an array has the dtype of its annotation, got bf16[2 3] for f32[batch pos], in argument `y` of `add`: "
-            "cast it "
-            "to f32, or annotate bf16",
+            "an array must have the dtype of its annotation, got bf16[2 3] for f32[batch pos], in argument `y` of "
+            "`add`: cast it to f32, or annotate bf16",
             lambda: add(X, X.astype(jnp.bfloat16)),
         ),
         (
-            "a type names each dimension, got 2 in 'batch pos' and 1 in f32[3], in argument `y` of `add`: write all "
-            "dimensions, or '...' for leading ones",
+            "a type must name every dimension, got 2 in 'batch pos' and 1 in f32[3], in argument `y` of `add`: write "
+            "all dimensions, or '...' for leading ones",
             lambda: add(X, jnp.ones(3)),
         ),
         (
-            "an array of type f32[batch pos] goes here, got float[], in argument `y` of `add`: pass an array",
+            "expected an array of type f32[batch pos], got float[], in argument `y` of `add`: pass an array",
             lambda: add(X, 1.0),
         ),
         (
-            "an array of type f32[batch pos] goes here, got None, in argument `y` of `add`: pass an array, or annotate "
+            "expected an array of type f32[batch pos], got None, in argument `y` of `add`: pass an array, or annotate "
             '`f32["batch pos"] | None`',
             lambda: add(X, None),
         ),
         (
-            "a type names each dimension, got 1 in 'batch' and 2 in f32[2 3], in result of `wrong_result`",
+            "a type must name every dimension, got 1 in 'batch' and 2 in f32[2 3], in result of `wrong_result`",
             lambda: wrong_result(X),
         ),
         (
-            "a name has one length in a call, got mlp=8 from argument `net.layers.up` of `apply` and mlp=9 from "
-            "argument "
-            "`net.layers.bias` of `apply`",
+            "a name must have one length in a call, got mlp=8 from argument `net.layers.up` of `apply` and mlp=9 from "
+            "argument `net.layers.bias` of `apply`",
             lambda: apply(jnp.ones(4), net(bias=9)),
         ),
         (
@@ -144,19 +141,17 @@ X = jnp.ones((2, 3))
             lambda: apply(jnp.ones(4), net(), jnp.ones(5), jnp.ones(6)),
         ),
         (
-            "a value is of its annotated class, got f32[3] for Net, in argument `net` of `apply`: pass a Net",
+            "a value must be of its annotated class, got f32[3] for Net, in argument `net` of `apply`: pass a Net",
             lambda: apply(jnp.ones(4), jnp.ones(3)),
         ),
         (
-            'a value is one of its annotation\'s alternatives, got str for f32[""] | float, in argument `scale` of '
-            "`apply`: "
-            "pass one of these",
+            "a value must match one of its annotation's alternatives, got str for "
+            'f32[""] | float, in argument `scale` of `apply`: pass a value of one of these types',
             lambda: apply(jnp.ones(4), net(), scale="1"),
         ),
         (
-            "a literal dimension has that size, got 3 where 'a 2' says 2, in argument `table['k']` of `containers`: "
-            "pass an "
-            "array of 2, or write a name",
+            "a literal dimension must match the array's size, got 3 where 'a 2' says 2, in argument `table['k']` of "
+            "`containers`: pass an array of 2, or write a name",
             lambda: containers(
                 [], (jnp.ones((3, 2)), jnp.arange(2, dtype=jnp.int32)), {"k": jnp.ones((3, 3))}, jnp.ones(2)
             ),
@@ -166,15 +161,14 @@ X = jnp.ones((2, 3))
             lambda: containers([jnp.ones(3)], (jnp.ones((4, 2)), jnp.arange(2)), {}, jnp.ones(2)),
         ),
         (
-            "an array of type f32[a] goes here, got tuple, in argument `xs[0]` of `containers`: pass an array, or "
-            "annotate "
-            'the container, as in list[f32["a"]]',
+            "expected an array of type f32[a], got tuple, in argument `xs[0]` of `containers`: pass an array, or "
+            'annotate the container, as in list[f32["a"]]',
             lambda: containers([(X,)], (jnp.ones((4, 2)), jnp.arange(2)), {}, jnp.ones(2)),
         ),
         (
-            "a named array has the names of its annotation in their order, got f32[pos=2 batch=3] for f32[batch "
-            "pos], in "
-            "argument `x` of `add`: rename or rearrange it to 'batch pos', or correct the annotation",
+            "a named array must have the names of its annotation in the same order, got f32[pos=2 batch=3] for "
+            "f32[batch pos], in argument `x` of `add`: rename or rearrange it to 'batch pos', or correct the "
+            "annotation",
             lambda: add(named(X, "pos batch"), named(X, "batch pos")),
         ),
     ],
@@ -252,10 +246,9 @@ def test_sharding_is_checked_where_the_annotation_mentions_a_mesh_axis(mesh):
     assert jax.jit(sharded)(x).shape == (8, 4)
     assert plain(x) is x
     refuses(
-        "an annotation that mentions a mesh axis says the whole sharding, got f32[8 4] for f32[batch/data/one "
-        "embed], in "
-        'argument `x` of `sharded`: write reshard("batch embed -> batch/data embed", ...) before, or correct the '
-        "annotation",
+        "an annotation that mentions a mesh axis must match the whole sharding, got f32[8 4] for f32[batch/data/one "
+        'embed], in argument `x` of `sharded`: write reshard("batch embed -> batch/data embed", ...) first, or '
+        "correct the annotation",
         sharded,
         whole,
     )
@@ -275,7 +268,7 @@ def test_sharding_is_checked_where_the_annotation_mentions_a_mesh_axis(mesh):
     refuses(
         'got f32[8 4] for f32[batch embed +model], in argument `x` of `pending`: write reshard("batch embed -> batch '
         "embed "
-        '+model", ...) before',
+        '+model", ...) first',
         jax.jit(lambda x, w: product(x, w, PartitionSpec())),
         x,
         w,
@@ -306,7 +299,7 @@ def test_inside_manual_mode_sizes_are_whole(mesh):
     )
     refuses(
         "got f32[4 +data] for f32[embed ~data], in result of `_returns_sum`: write "
-        'reshard("embed +data -> embed ~data", ...) before',
+        'reshard("embed +data -> embed ~data", ...) first',
         unsettled,
         x,
         jnp.ones(8),
@@ -345,7 +338,7 @@ def test_annotations_that_are_texts():
     def late(x: "f32['batch pos']", y: "Missing") -> None: ...
 
     refuses(
-        "annotations can be evaluated where they stand, got name 'Missing' is not defined, in `",
+        "annotations must use names that can be looked up from the module, got name 'Missing' is not defined, in `",
         checked(late),
         X,
         X,
@@ -354,18 +347,18 @@ def test_annotations_that_are_texts():
 
     def known(x: "f32['batch 4']") -> None: ...
 
-    refuses("a literal dimension has that size, got 3 where 'batch 4' says 4", checked(known), X)
+    refuses("a literal dimension must match the array's size, got 3 where 'batch 4' says 4", checked(known), X)
 
 
 def test_an_annotation_is_subscripted_with_a_shape():
-    refuses("an annotation's shape is a text, got b'a', in 'f32[...]'", lambda: f32[b"a"], error=NotationError)
+    refuses("an annotation's shape must be a string, got b'a', in 'f32[...]'", lambda: f32[b"a"], error=NotationError)
     refuses(
-        "a stack has a leading dimension and a type, got 'layers', in 'Stack[...]': write Stack[\"layers\", Block]",
+        "Stack takes a leading dimension and a type, got 'layers', in 'Stack[...]': write Stack[\"layers\", Block]",
         lambda: Stack["layers"],
         error=NotationError,
     )
     refuses(
-        "a stack's leading dimension is a dimension, got '+x', in 'Stack[...]'",
+        "a stack's first part must consist of dimensions only, got '+x', in 'Stack[...]'",
         lambda: Stack["+x", Block],
         error=NotationError,
     )

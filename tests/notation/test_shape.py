@@ -72,15 +72,14 @@ def test_an_example():
         ),
         (
             "batch/data embed/data",
-            "mesh axis 'data' is used twice, in 'batch/data embed/data': an array is sliced, summed or copied over a "
-            "mesh "
-            "axis once",
+            "mesh axis 'data' is used twice, in 'batch/data embed/data': use each mesh axis once, to slice, sum or "
+            "copy the array",
         ),
         ("a +x ~x", "mesh axis 'x' is used twice, in 'a +x ~x'"),
         ("a/x/x", "mesh axis 'x' is used twice, in 'a/x/x'"),
         ("a +", "'+' is not a state, in 'a +': write '+' and a mesh axis, as in '+model'"),
         ("a ~4", "'~4' is not a state, in 'a ~4': write '~' and a mesh axis, as in '~model'"),
-        ("+x a", "dimension 'a' stands after a state, in '+x a': write all dimensions first, then '+axis' and '~axis'"),
+        ("+x a", "dimension 'a' comes after a state, in '+x a': write all dimensions first, then '+axis' and '~axis'"),
         ("a ...", "'...' is not at the start, in 'a ...': it stands for any leading dimensions, so write it first"),
         (
             "a-b",
@@ -102,9 +101,10 @@ def test_not_in_the_notation(text, message):
     [
         (
             "a/x",
-            "a transition has one '->', got 0, in 'a/x': write 'before -> after', as in 'embed/data -> embed'",
+            "a transition must have exactly one '->', got 0, in 'a/x': write 'before -> after', as in 'embed/data -> "
+            "embed'",
         ),
-        ("a -> b -> c", "a transition has one '->', got 2, in 'a -> b -> c'"),
+        ("a -> b -> c", "a transition must have exactly one '->', got 2, in 'a -> b -> c'"),
         (
             "a b/x -> b/x a",
             "the two sides name different dimensions, 'a b' and 'b a', in 'a b/x -> b/x a': a transition moves data "

@@ -83,31 +83,32 @@ def fields(**annotations):
     [
         (
             lambda: struct_shapes(fields(w=f32["embed/data"]), {"embed": 6}, MESH),
-            "a mesh axis divides what it slices, got embed=6 over data=4, in `Some.w`: make embed 4 or 8, or slice "
-            "it over "
-            "other axes",
+            "a dimension must be divisible by the mesh axes that slice it, got embed=6 over data=4, in `Some.w`: make "
+            "embed 4 or 8, or slice it over other axes",
         ),
         (
             lambda: struct_shapes(fields(w=f32["embed/data/model"]), {"embed": 6}, MESH),
-            "a mesh axis divides what it slices, got embed=6 over data/model=8, in `Some.w`: make embed 8, or slice it",
+            "a dimension must be divisible by the mesh axes that slice it, got embed=6 over data/model=8, in "
+            "`Some.w`: make embed 8, or slice it",
         ),
         (
             lambda: struct_shapes(fields(w=f32["embed mlp"]), {"embed": 6}),
-            "an abstract tree needs the length of each name, got embed, in `Some.w`: add mlp=... to the sizes",
+            "an abstract tree needs a length for each name, got embed, in `Some.w`: add mlp=... to the sizes",
         ),
         (
             lambda: struct_shapes(fields(w=f32["embed/expert"]), {"embed": 6}, MESH),
-            "a sharding uses axes of its mesh, got 'expert' where the mesh has data, model, stage, in `Some.w`: use "
-            "one of "
-            "these, or add 'expert' to the mesh (size 1 will do)",
+            "a sharding can only use axes of its mesh, got 'expert' where the mesh has data, model, stage, in "
+            "`Some.w`: use one of these, or add 'expert' to the mesh (size 1 will do)",
         ),
         (
             lambda: struct_shapes(fields(w=f32["... embed"]), {"embed": 6}),
-            "an abstract array has all its dimensions named, got '... embed', in `Some.w`: write them instead of '...'",
+            "an abstract array must have all its dimensions named, got '... embed', in `Some.w`: write them instead "
+            "of '...'",
         ),
         (
             lambda: struct_shapes(fields(w=shaped["embed"]), {"embed": 6}),
-            "an abstract tree needs each dtype, got 'shaped', in an annotation: write f32, bf16, ... instead",
+            "an abstract tree needs a dtype for each array, got 'shaped', in an annotation: write f32, bf16, ... "
+            "instead",
         ),
         (
             lambda: struct_shapes(fields(w=list[f32["embed"]]), {"embed": 6}),

@@ -94,7 +94,7 @@ def test_a_value_between_two_points_of_the_grid_is_shown(tmp_path):
 def test_a_file_that_is_no_yaml_is_refused(two):
     for text_of, seen in (("steps: [", "while parsing a flow node"), ("many", "many")):
         (two[1] / "run.yaml").write_text(text_of)
-        with pytest.raises(UserError, match=f"A run's file is YAML, of fields.\n  seen:  {seen}") as error:
+        with pytest.raises(UserError, match=f"A run's file must be valid YAML, of fields.\n  seen:  {seen}") as error:
             differences([read_folder(folder) for folder in two])
         assert error.value.where == "fast/run.yaml"
 
@@ -102,7 +102,7 @@ def test_a_file_that_is_no_yaml_is_refused(two):
 def test_too_few_and_too_many_are_refused(two):
     run = read_folder(two[0])
     for count in (1, MOST_RUNS + 1):
-        with pytest.raises(UserError, match=f"2 to {MOST_RUNS} runs are compared"):
+        with pytest.raises(UserError, match=f"Only 2 to {MOST_RUNS} runs can be compared"):
             text([run] * count)
     assert [curve.name for curve in curves([run, run])] == ["slow (1)", "slow (2)"]
 
@@ -128,7 +128,7 @@ def test_a_run_is_served_while_it_trains(tmp_path):
         url = f"http://127.0.0.1:{server.server_address[1]}/"
         assert "no step yet" in get(url) and 'content="7"' in get(url)
         folder.rmdir()
-        assert f"{folder} is no folder any more" in get(url) and 'content="7"' in get(url)
+        assert f"{folder} is no longer a folder" in get(url) and 'content="7"' in get(url)
         make(folder, rate=0.1, steps=10, tokens=100, seconds=2.0, ended=False)
         assert "training" in get(url) and 'http-equiv="refresh" content="7"' in get(url)
         (folder / "timeline.jsonl").write_text('{"time": 9, "event": "finished", "step": 10}\n')
@@ -140,8 +140,8 @@ def test_a_run_is_served_while_it_trains(tmp_path):
 
 def test_what_cannot_be_served_is_refused(tmp_path, capsys):
     code, _, err = trellis(capsys, "watch", tmp_path / "absent")
-    assert code == 2 and "A run that is watched has a folder." in err
+    assert code == 2 and "A run to watch must have a folder." in err
     code, _, err = trellis(capsys, "watch", tmp_path, "--port", 70000)
-    assert code == 2 and "`--port` is from 0 to 65535." in err
+    assert code == 2 and "`--port` must be from 0 to 65535." in err
     code, _, err = trellis(capsys, "watch", tmp_path, "--host", "256.0.0.1", "--port", 0)
-    assert code == 2 and "An address is free and this machine's." in err and "where: 256.0.0.1:0" in err
+    assert code == 2 and "The address must be free and belong to this machine." in err and "where: 256.0.0.1:0" in err

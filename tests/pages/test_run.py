@@ -188,10 +188,10 @@ def test_the_command_writes_the_page_and_refuses_what_is_no_run(folder, tmp_path
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
     assert main(["report", str(tmp_path / "absent")]) == 2
     assert capsys.readouterr().err == (
-        "trellis: A run that has begun has a folder with its metrics.\n"
+        "trellis: The folder of a run must contain its metrics.\n"
         "  seen:  no such folder\n"
         f"  where: {tmp_path / 'absent'}\n"
-        "  fix:   give the folder of a run, as in runs/NAME-DATE\n"
+        "  fix:   name the folder of a run, as in runs/NAME-DATE\n"
     )
 
 
@@ -240,8 +240,8 @@ def test_files_that_a_machine_that_went_down_left_damaged(folder, capsys):
     (folder / "about.json").write_text('{"machine": {')
     assert main(["report", str(folder)]) == 2
     assert capsys.readouterr().err == (
-        "trellis: What a run's page shows beside its metrics is JSON.\n"
+        "trellis: The file about a run must be valid JSON.\n"
         "  seen:  Expecting property name enclosed in double quotes: line 1 column 14 (char 13)\n"
         f"  where: {folder / 'about.json'}\n"
-        "  fix:   remove the file: the page leaves that out, and a run that goes on writes it again\n"
+        "  fix:   remove the file: the page leaves it out, and a resumed run writes it again\n"
     )

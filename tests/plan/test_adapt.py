@@ -106,8 +106,8 @@ def test_too_few_devices_for_the_state():
     where = target("8xH100")
     plan = quick_plan(load_run("llama_70b", TENSOR), where)
     (line,) = excess_lines(plan, [])
-    assert line.startswith("parameters and optimizer alone are 98.6 GiB a device")
-    assert line.endswith("use 10 devices of this kind at least")
+    assert line.startswith("parameters and optimizer alone take 98.6 GiB a device")
+    assert line.endswith("use at least 10 devices of this kind")
 
 
 def test_the_command_tells_what_it_fitted(capsys, tmp_path):
@@ -151,7 +151,7 @@ def test_a_runs_folder_is_fitted_as_a_recipe_is(tmp_path):
         assert loaded.given == {"batch_size"} and (fitted.mesh.data, fitted.mesh.model) == (8, 2)
         assert notes[0].startswith("mesh data=4 model=2 -> data=8 model=2 so that it fills v5e:4x4; ")
     mine = load(str(tmp_path / "mine.yaml"), {})
-    with pytest.raises(UserError, match="The target says how many devices there are"):
+    with pytest.raises(UserError, match="The number of devices cannot be set: the target determines it"):
         adapt(mine.run, target("v5e:4x4"), mine.given)
     without = load(str(tmp_path / "mine.yaml"), {"devices": "null"})
     assert adapt(without.run, target("v5e:4x4"), without.given)[0].devices is None

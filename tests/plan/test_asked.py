@@ -78,7 +78,7 @@ def test_an_odd_length_is_attended_to_in_chunks_on_gpus():
 
 
 def test_names_that_the_model_does_not_mark_are_refused():
-    with pytest.raises(UserError, match="What is kept by name is marked so by the model") as error:
+    with pytest.raises(UserError, match="`remat.names` can list only names that the model marks") as error:
         quick_plan(small(remat__policy="saved", remat__names="qury"), target("8xH100"))
     assert (error.value.seen, error.value.where, error.value.fix) == ("`qury`", "remat.names", "did you mean `query`?")
 
@@ -88,12 +88,12 @@ def test_a_search_looks_at_meshes_that_divide_alone():
     run, _ = adapt(small(batch_size="48"), target("6xH100"), set())
     found = search(run, target("6xH100"), most=4)
     refused = [c.refused for c in found.candidates if c.refused]
-    assert refused == ["Mesh axes divide what they slice."], "the run's own"
+    assert refused == ["Mesh axes must divide the axis that they slice."], "the run's own"
     assert found.winner.run.mesh.replica == 3 and found.winner.fits
 
 
 def test_a_search_says_why_no_mesh_divides():
-    with pytest.raises(UserError, match="Mesh axes divide what they slice"):
+    with pytest.raises(UserError, match="Mesh axes must divide the axis that they slice"):
         search(small(model__mlp="511", layout__params__mlp="data", layout__params__embed=""), target("8xH100"), most=4)
 
 
@@ -117,7 +117,7 @@ def test_what_narrow_products_bring(tmp_path, capsys):
     "words, seen, where, fix",
     [
         ("--price nan", "nan", "--price", "use --price 1.20"),
-        ("--load inf", "inf", "--load", "use 1 for an even load, 1.5 for half as many more"),
+        ("--load inf", "inf", "--load", "use 1 for an even load, 1.5 for half as many rows more"),
         ("--load 2", "2, no experts", "--load", "leave it out"),
         ("--load 2 --search", "2, no experts", "--load", "leave it out"),
         ("--compile --against x --bound nan", "nan", "--bound", "use --bound 2"),

@@ -95,7 +95,7 @@ def test_lines_of_a_text_that_was_edited_are_found_by_their_functions():
 def test_a_file_that_is_no_plan_is_refused(tmp_path, text, seen):
     if text is not None:
         (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(UserError, match="A plan is held against a saved one.") as error:
+    with pytest.raises(UserError, match="A plan can be compared only with a saved plan.") as error:
         read_plan(tmp_path / "plan.json")
     assert seen in str(error.value) and "--compile --save FILE" in str(error.value)
 

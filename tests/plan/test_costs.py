@@ -142,14 +142,14 @@ def test_it_ends_where_a_program_s_costs_are_those_before(plan, monkeypatch, tmp
 
 def test_a_tpu_has_no_costs(tmp_path):
     plan = quick_plan(load_run("tiny", {"mesh.data": "4"}), target("v5e:2x2"))
-    with pytest.raises(UserError, match="Costs are for the compiler of GPUs") as error:
+    with pytest.raises(UserError, match="Costs can be used only with the compiler of GPUs") as error:
         schedule_by_costs(plan, PREPARED, verdict(1.0, compiled({})), tmp_path)
     assert "v5e:2x2" in str(error.value) and "--costs" in str(error.value)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(plan, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="Costs are written into a folder"):
+    with pytest.raises(UserError, match="The folder for costs must be writable"):
         schedule_by_costs(plan, PREPARED, verdict(1.0, compiled({})), tmp_path / "file")
 
 
@@ -158,12 +158,12 @@ def test_the_command_refuses_costs_before_it_plans(capsys):
     assert "--costs without --compile" in capsys.readouterr().err
     assert main(["plan", "tiny", "--on", "v5e:2x2", "--compile", "--costs", "here"]) == 2
     out, err = capsys.readouterr()
-    assert not out and "Costs are for the compiler of GPUs" in err
+    assert not out and "Costs can be used only with the compiler of GPUs" in err
 
 
 def test_a_run_whose_file_of_costs_is_not_there_says_so(tmp_path):
     file = tmp_path / "costs.pbtxt"
-    with pytest.raises(UserError, match="Costs that a step is scheduled by are in a file") as error:
+    with pytest.raises(UserError, match="The file of costs to schedule a step by must exist") as error:
         options_for("cuda", {COSTS: str(file)})
     assert f"no {file}" in str(error.value) and "--costs FOLDER" in str(error.value)
     file.write_text("")

@@ -63,7 +63,7 @@ def test_times_grow_with_bytes_and_hops():
 def test_a_mesh_that_does_not_tile(mesh, fix):
     with pytest.raises(UserError) as error:
         links_of(mesh, target("v5e:4x4"))
-    assert "The axes of a mesh multiply to the number of devices." in str(error.value)
+    assert "The sizes of the mesh axes must multiply to the number of devices." in str(error.value)
     assert "on v5e:4x4 (16 devices)" in str(error.value) and fix in str(error.value)
 
 

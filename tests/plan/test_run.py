@@ -161,7 +161,7 @@ def test_text_and_json_agree():
 def test_a_batch_that_does_not_divide():
     with pytest.raises(UserError) as error:
         quick_plan(small(batch_size="30"), target("v5e:2x4"))
-    assert "A batch is split evenly over the mesh axes of `batch` and into microbatches." in str(error.value)
+    assert "The batch must split evenly over the mesh axes of `batch` and into microbatches." in str(error.value)
     assert "batch_size=30 over data=8\n" in str(error.value)
     assert "use --batch_size 24 or 32" in str(error.value)
 
@@ -399,7 +399,7 @@ def test_the_command(capsys, tmp_path):
     assert values["plan"]["devices"] == 4 and values["plan"]["fits"]
     assert file.read_text().startswith("<!doctype html>")
     assert main(["plan", "llama_8b", "--on", "v5e:3x3", *arguments]) == 2
-    assert "Near it: v5e:" in capsys.readouterr().err
+    assert "Similar: v5e:" in capsys.readouterr().err
 
 
 def test_the_compiler_is_missing(monkeypatch):
@@ -454,17 +454,17 @@ def test_buffers_have_names_where_the_compiler_lists_none():
 def test_other_refusals_are_not_memory():
     with pytest.raises(RuntimeError, match="the compiler for v5e:2x2 refused the step"):
         compiling._refused("INTERNAL: no", target("v5e:2x2"), 1.0, {}, {})
-    with pytest.raises(UserError, match="Compiler options are the compiler's."):
+    with pytest.raises(UserError, match="Compiler options must be known to the compiler and have valid values."):
         compiling._refused("No such compile option: 'xla_no'", target("v5e:2x2"), 1.0, {}, {})
     message = "INVALID_ARGUMENT: While setting option xla_gpu_autotune_level, 'two' is not a valid int32 value."
     with pytest.raises(UserError) as error:
         compiling._refused(message, target("8xH100"), 1.0, {}, {"xla_gpu_autotune_level": "two"})
     assert str(error.value) == (
-        "Compiler options are the compiler's.\n"
+        "Compiler options must be known to the compiler and have valid values.\n"
         f"  seen:  {message}\n"
         "  where: compiler_options\n"
-        "  fix:   leave the option out, write its value as this platform's XLA does (GPUs' takes True and False), or "
-        "install the compiler's version that has it"
+        "  fix:   leave the option out, write its value as this platform's XLA does (True or False on GPUs), or "
+        "install a version of the compiler that has it"
     )
 
 

@@ -47,7 +47,7 @@ def test_a_settled_sum_that_is_made_pending_in_a_loop_is_refused():
     with jax.set_mesh(MESH), pytest.raises(tr.PendingSumError) as error:
         ledger(lambda w, parts: accumulated(w, parts, settled=True), W, PARTS)
     text = str(error.value)
-    assert "a sum that is settled in a loop stays settled, got one over 'x'" in text
+    assert "a sum that is settled in a loop must stay settled, got one over 'x'" in text
     assert "made pending again as f32[8 16 -> 8 16 +x]" in text
     assert "test_settled.py" in text and "(~x)" in text and "settled once, after the loop" in text
 

@@ -93,25 +93,25 @@ def test_named_arrays_under_a_layout():
 
 
 def test_what_cannot_be_proven_says_why(four):
-    with pytest.raises(UserError, match="A mesh has as many devices as the target"):
+    with pytest.raises(UserError, match="The mesh must have as many devices as the target"):
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x4")
-    with pytest.raises(UserError, match="says where its arrays lie"):
+    with pytest.raises(UserError, match="needs the sharding of its arrays"):
         tr.prove(jnp.sin, jnp.ones(3), on="v5e:2x2")
-    with pytest.raises(UserError, match="A reference returns what the function returns"):
+    with pytest.raises(UserError, match="A reference must return the same arrays as the function"):
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", reference=lambda w: (w, w))
-    with pytest.raises(UserError, match="A reference returns what the function returns") as error:
+    with pytest.raises(UserError, match="A reference must return the same arrays as the function") as error:
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", reference=jnp.sum)
     shape = given(four)[0].shape
     assert error.value.seen == f"shape () for result, where `sin` returns {shape}"
-    with pytest.raises(UserError, match="A function that is proven returns arrays"):
+    with pytest.raises(UserError, match="A function to prove must return arrays"):
         tr.prove(lambda w: (), given(four)[0], on="v5e:2x2")
-    with pytest.raises(UserError, match="A seed is 0 or more"):
+    with pytest.raises(UserError, match="The seed must be 0 or more"):
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", seed=-1)
 
     def noisy(w):
         return w + jax.random.normal(jax.random.key(0, impl="rbg"), w.shape)
 
-    with pytest.raises(UserError, match="executed by an interpreter that knows all of its operations") as error:
+    with pytest.raises(UserError, match="must know every operation of a program") as error:
         tr.prove(noisy, given(four)[0], on="v5e:2x2")
     assert error.value.seen.startswith("the operation rng-bit-generator, as ")
     assert error.value.where == "`noisy` for v5e:2x2" and error.value.fix == "leave out what has it, or report it"
@@ -122,7 +122,7 @@ def test_devices_that_wait_for_each_other_for_ever_are_told(four):
     def waiting(a):
         return jax.lax.cond(a[0] > 1, lambda a: a + jax.lax.psum(a, "x"), lambda a: a, a)
 
-    with pytest.raises(UserError, match="Devices meet in the collectives of a program") as error:
+    with pytest.raises(UserError, match="Every device must take part in all collectives of its groups") as error:
         tr.prove(waiting, jax.device_put(jnp.arange(4.0), NamedSharding(four, P("x"))), on="v5e:2x2")
     assert "wait for device" in error.value.seen and error.value.where == "`waiting` for v5e:2x2"
 

@@ -122,7 +122,7 @@ def test_the_loss_reaches_the_router():
         return (weights * made.sum("routes")).sum().array
 
     assert jnp.abs(jax.grad(lambda s: read(s, 2))(scores).array).max() > 1e-2
-    with pytest.raises(ExpertsError, match="its router learns nothing from the loss"):
+    with pytest.raises(ExpertsError, match="the router learns nothing from the loss"):
         choose(scores, 1)
 
     def normalized_top_1(scores):

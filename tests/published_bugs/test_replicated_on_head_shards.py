@@ -77,16 +77,16 @@ def test_1_manual_a_gradient_by_hand_cannot_leave_out_an_axis(put):
 
     x, d_key = put("b/data p e", 8, 3, 4), put("b/data p h/model d", 8, 3, 2, 6)
     message = (
-        "a result is what its annotation says, got a sum pending along model for f32[embed dim], in result of "
+        "a result must match its annotation, got a sum pending along model for f32[embed dim], in result of "
         '`rope_gradient`: end the function with reshard("embed dim +model -> embed dim", ...)'
     )
     with pytest.raises(tr.PendingSumError, match=re.escape(message)):
         rope_gradient(x, d_key)
     message = (
-        "a sum over a sliced name is partial on each device, got 'heads/model' summed and no '+model' in the result, "
-        "in einsum('batch/data pos embed, batch/data pos heads/model dim -> embed dim +data'): "
-        "write '-> embed dim +data +model', "
-        'and settle it with reshard("embed dim +data +model -> embed dim", ...)'
+        "a sum over a sliced name must be marked as pending, got 'heads/model' summed and no '+model' in the result, "
+        "in einsum('batch/data pos embed, batch/data pos heads/model dim -> embed dim +data'): write '-> embed dim "
+        "+data +model', and settle it with "
+        'reshard("embed dim +data +model -> embed dim", ...)'
     )
     with pytest.raises(tr.NotationError) as error:
         unwritten(x, d_key)

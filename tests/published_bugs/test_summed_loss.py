@@ -116,7 +116,7 @@ def test_16_and_17_explicit_there_is_one_loss(mesh, alone):
         w = tr.random.normal(jax.random.key(1), [Axis("embed", 4)])
         got = jax.jit(jax.grad(loss))(w, x)
         # A sum that moves data is a transition, and there is nothing pending here to be summed a second time.
-        with pytest.raises(tr.ReshardError, match="the left side of a transition is what the array is"):
+        with pytest.raises(tr.ReshardError, match="the left side of a transition must describe the array"):
             tr.reshard("embed +data -> embed", got)
     a, b = alone(x.array, w.array)
     np.testing.assert_allclose(got.array, jax.grad(whole)(b, a), rtol=1e-4)

@@ -32,8 +32,8 @@ def test_4_manual_sinks_that_are_not_marked(put):
         return jnp.sqrt(tr.einsum("heads, heads -> ", sinks, sinks))
 
     message = (
-        "an annotation that mentions a mesh axis says the whole sharding, got f32[8/model] for f32[heads], in argument "
-        '`sinks` of `norm`: write reshard("heads/model -> heads", ...) before, or correct the annotation'
+        "an annotation that mentions a mesh axis must match the whole sharding, got f32[8/model] for f32[heads], in "
+        'argument `sinks` of `norm`: write reshard("heads/model -> heads", ...) first, or correct the annotation'
     )
     with pytest.raises(tr.TypeMismatch, match=re.escape(message)):
         norm(put("h/model", 8))
@@ -58,9 +58,7 @@ def test_4_manual_sums_of_slices_that_are_left_alone(put):
         tr.PendingSumError, match=r"got sqrt of a sum pending along model, in `pending` .*: write reshard\("
     ):
         pending(sinks)
-    message = (
-        "a result is what its annotation says, got f32[] (one slice; differs over model), which differs along model"
-    )
+    message = "a result must match its annotation, got f32[] (one slice; differs over model), which differs along model"
     with pytest.raises(tr.TypeMismatch, match=re.escape(message)):
         local(sinks)
     # Adding what every device holds to a partial sum would count it once per device.

@@ -22,9 +22,8 @@ class Weights:
 
 def test_13_the_abstract_tree_of_a_checkpoint(mesh):
     message = (
-        "a mesh axis divides what it slices, got vocab=51 over model=2, in `Weights.table`: make vocab 50 or 52, or "
-        "slice it "
-        "over other axes"
+        "a dimension must be divisible by the mesh axes that slice it, got vocab=51 over model=2, in `Weights.table`: "
+        "make vocab 50 or 52, or slice it over other axes"
     )
     with pytest.raises(tr.NotationError, match=re.escape(message)):
         struct_shapes(Weights, {"vocab": 51, "embed": 8}, mesh)
@@ -59,7 +58,10 @@ def test_13_manual():
 def test_13_explicit(mesh, make):
     layout = tr.Layout(mesh, params={"vocab": "model"}, compute={"vocab": "model"})
     axes = [Axis("vocab", 51), Axis("embed", 8)]
-    message = "a mesh axis divides what it slices, got vocab=51 over model=2, in 'vocab/model': make vocab 50 or 52"
+    message = (
+        "a dimension must be divisible by the mesh axes that slice it, got vocab=51 over model=2, in 'vocab/model': "
+        "make vocab 50 or 52"
+    )
     with layout, pytest.raises(ValueError, match=re.escape(message)):
         if make == "random":
             tr.random.normal(jax.random.key(0), axes)

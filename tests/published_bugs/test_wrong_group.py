@@ -32,10 +32,13 @@ def test_3_manual_a_scatter_over_another_axis_is_refused(put):
     with pytest.raises(tr.NotationError, match=re.escape(message)):
         program("batch/data out +data -> batch/data out/data", "batch/data out")(x, w)
     message = (
-        "the left side of a text is what the array is, got f32[2 8 +model] (one slice; differs over data), which is "
-        "pending along model, for 'rows out +data', in reshard('rows out +data -> rows out/data'): write +model there"
+        "the left side of a text must describe the array, got f32[2 8 +model] (one slice; differs over data), which "
+        "is pending along model, for 'rows out +data', in reshard('rows out +data -> rows out/data'): write +model "
+        "there"
     )
-    with pytest.raises(tr.TypeMismatch, match=re.escape("a name has one length in a call, got batch=8 from argument")):
+    with pytest.raises(
+        tr.TypeMismatch, match=re.escape("a name must have one length in a call, got batch=8 from argument")
+    ):
         program("batch out +data -> batch out/data", "batch out/data")(x, w)
     with pytest.raises(tr.TypeMismatch) as error:
         program("rows out +data -> rows out/data", "rows out/data")(x, w)
@@ -63,7 +66,7 @@ def test_3_manual_slices_cannot_be_taken_for_others(put):
 def test_3_explicit_the_text_must_be_what_the_array_is(put):
     x = tr.named(put("b/data e", 8, 4), "batch embed")
     message = (
-        "the left side of a transition is what the array is, got an array of type 'batch/data embed', in "
+        "the left side of a transition must describe the array, got an array of type 'batch/data embed', in "
         "reshard('batch embed +model -> batch/model embed'): write 'batch/data embed -> ...'"
     )
     with pytest.raises(tr.ReshardError, match=re.escape(message)):

@@ -70,32 +70,37 @@ def test_every_recipe_is_a_whole_run():
         (
             "tinny",
             None,
-            ["A run is a recipe, a YAML file or a run's folder.", "`tinny`", "the first word", "did you mean `tiny`?"],
+            [
+                "A run must be a recipe, a YAML file or a run's folder.",
+                "`tinny`",
+                "the first argument",
+                "did you mean `tiny`?",
+            ],
         ),
         (
             "absent.yaml",
             None,
             [
-                "A run's file can be read.",
+                "A run's file must be readable.",
                 "No such file or directory",
                 "{path}",
-                "give the path of a YAML file, or the name of a recipe: `trellis recipes`",
+                "use the path of a YAML file, or the name of a recipe: `trellis recipes`",
             ],
         ),
         (
             "list.yaml",
             "[1, 2]",
-            ["A run's file holds fields.", "list", "{path}", "write fields, as in steps: 100"],
+            ["A run's file must contain fields.", "list", "{path}", "write fields, as in steps: 100"],
         ),
         (
             "base.yaml",
             "base: tinny",
-            ["A file is based on a recipe.", "base: tinny", "{path}", "did you mean `tiny`?"],
+            ["The `base` of a file must be a recipe.", "base: tinny", "{path}", "did you mean `tiny`?"],
         ),
         (
             "key.yaml",
             "base: tiny\nstep: 3",
-            ["`Run` has known fields only.", "`step`", "`step` in {path}", "did you mean `steps`?"],
+            ["`Run` has no field of this name.", "`step`", "`step` in {path}", "did you mean `steps`?"],
         ),
     ],
 )
@@ -112,7 +117,7 @@ def test_errors(target, text, message, tmp_path):
 def test_a_folder_of_texts_is_tokenized_first(tmp_path):
     with pytest.raises(UserError) as error:
         load_run(str(tmp_path))
-    assert error.value.fix == f"text is tokenized first: trellis tokenize {tmp_path} --out stores/mine --train-bpe 512"
+    assert error.value.fix == f"tokenize text first: trellis tokenize {tmp_path} --out stores/mine --train-bpe 512"
     copy = tmp_path / "checkpoints" / "step-00000004" / "run.yaml"
     copy.parent.mkdir(parents=True)
     write_run(tiny(), copy)
@@ -126,7 +131,7 @@ def test_a_folder_of_texts_is_tokenized_first(tmp_path):
 def test_a_file_that_is_no_yaml(tmp_path):
     path = tmp_path / "broken.yaml"
     path.write_text("a: [1,\nb: 2")
-    with pytest.raises(UserError, match=r"(?s)A run's file is YAML.*line 2.*fix:   correct that line"):
+    with pytest.raises(UserError, match=r"(?s)A run's file must be valid YAML.*line 2.*fix:   correct that line"):
         load_run(str(path))
 
 

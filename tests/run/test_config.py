@@ -38,17 +38,17 @@ def change(**fields):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: change(steps=0), ["`steps` is 1 or more.", "steps=0", "steps", "use 1 or more"]),
-        (lambda: change(devices=0), ["`devices` is 1 or more.", "devices=0", "devices", "use 1 or more"]),
+        (lambda: change(steps=0), ["`steps` must be 1 or more.", "steps=0", "steps", "use 1 or more"]),
+        (lambda: change(devices=0), ["`devices` must be 1 or more.", "devices=0", "devices", "use 1 or more"]),
         (
             lambda: change(clip_norm=0.0),
-            ["A norm to clip to is positive.", "0.0", "clip_norm", "use 1.0, or null for no clipping"],
+            ["`clip_norm` must be positive.", "0.0", "clip_norm", "use 1.0, or null for no clipping"],
         ),
-        (lambda: change(ema=1.0), ["The decay of a moving average is between 0 and 1.", "1.0", "ema", "0.999"]),
+        (lambda: change(ema=1.0), ["`ema` must be between 0 and 1.", "1.0", "ema", "use a decay such as 0.999"]),
         (
             lambda: change(batch_size=(BatchSize(step=1, size=8),)),
             [
-                "Batch sizes are listed from step 0 on, in the order of steps.",
+                "Batch sizes must be listed in order of their steps, starting at step 0.",
                 "steps 1",
                 "batch_size",
                 "write [{step: 0, size: 64}, {step: 1000, size: 128}]",
@@ -57,7 +57,7 @@ def change(**fields):
         (
             lambda: change(batch_size=(BatchSize(step=0, size=8), BatchSize(step=9, size=6)), microbatches=4),
             [
-                "Microbatches divide the batch.",
+                "The number of microbatches must divide the batch size.",
                 "batch_size=6, microbatches=4",
                 "batch_size",
                 "use a multiple of 4, as in 8",
@@ -66,7 +66,7 @@ def change(**fields):
         (
             lambda: change(schedule=WSD(warmup_steps=12, decay_steps=10)),
             [
-                "The parts of a schedule fit into the run.",
+                "The schedule's warmup and decay must fit into the run.",
                 "22 steps of wsd, steps=20",
                 "schedule",
                 "use --steps 22 or more, or shorten schedule.warmup_steps",
@@ -77,7 +77,7 @@ def change(**fields):
                 gpt2_small(), data=dataclasses.replace(gpt2_small().data, sequence_length=2048)
             ),
             [
-                "A sequence is no longer than the model's learned positions.",
+                "A sequence cannot be longer than the model's learned positions.",
                 "sequence_length=2048, positions=1024",
                 "data.sequence_length",
                 "use --data.sequence_length 1024, or a model with more positions",
@@ -86,7 +86,7 @@ def change(**fields):
         (
             lambda: Remat(policy="full", names=("attn_out",)),
             [
-                "Names of kept values belong to the policies saved and offload.",
+                "Names of values to keep can be given only with the policies saved and offload.",
                 "policy=full, names=attn_out",
                 "names",
                 "use --remat.policy saved",
@@ -94,37 +94,42 @@ def change(**fields):
         ),
         (
             lambda: CheckpointRule(keep_latest=0),
-            ["`keep_latest` is 1 or more.", "keep_latest=0", "keep_latest", "use 1 or more"],
+            ["`keep_latest` must be 1 or more.", "keep_latest=0", "keep_latest", "use 1 or more"],
         ),
-        (lambda: Evaluation(batches=0), ["`batches` is 1 or more.", "batches=0", "batches", "use 1 or more"]),
-        (lambda: Logging(every=0), ["`every` is 1 or more.", "every=0", "every", "use 1 or more"]),
-        (lambda: Profile(start=-1), ["`start` is 0 or more.", "start=-1", "start", "use 0 or more"]),
+        (lambda: Evaluation(batches=0), ["`batches` must be 1 or more.", "batches=0", "batches", "use 1 or more"]),
+        (lambda: Logging(every=0), ["`every` must be 1 or more.", "every=0", "every", "use 1 or more"]),
+        (lambda: Profile(start=-1), ["`start` must be 0 or more.", "start=-1", "start", "use 0 or more"]),
         (
             lambda: EmbeddedSource(vocab=256),
             [
-                "A byte-level vocabulary holds 256 bytes, the end of a document, and 1,000,000 tokens at most.",
+                "A byte-level vocabulary must have 257 (256 bytes and the end of a document) to 1,000,000 tokens.",
                 "256",
                 "vocab",
-                "ask for 257 or more, as in 32768",
+                "use a size in that range, as in 32768",
             ],
         ),
         (
             lambda: change(name="a/b"),
             [
-                "A run's name is part of its folder's: 1 to 60 characters without a slash.",
+                "A run's name must have 1 to 60 characters and no slash: the folder is named after it.",
                 "`a/b`, 3 characters",
                 "name",
-                "use a word, as in starter; --run-dir says where the folder lies",
+                "use a word, as in starter; --run-dir sets where the folder is",
             ],
         ),
         (
             lambda: change(devices=5000),
-            ["A process drives at most 4,096 devices.", "5000", "devices", "use fewer; `trellis plan` needs none"],
+            [
+                "A process can drive at most 4,096 devices.",
+                "5000",
+                "devices",
+                "use fewer, or `trellis plan`, which needs none",
+            ],
         ),
         (
             lambda: change(profile=Profile(start=20)),
             [
-                "The steps that are traced are steps of the run.",
+                "Profiling must start at a step of the run.",
                 "start=20, steps=20",
                 "profile.start",
                 "use --profile.start 19 or less",
@@ -137,7 +142,7 @@ def change(**fields):
                 )
             ),
             [
-                "Each weight is for steps that the run has.",
+                "Every mixture weight must start before the run ends.",
                 "a weight of a from step 20 on, steps=20",
                 "data.source.parts",
                 "use --steps 21 or more, or leave that weight out",
@@ -146,7 +151,7 @@ def change(**fields):
         (
             lambda: change(batch_size=(BatchSize(step=0, size=8), BatchSize(step=20, size=16))),
             [
-                "Each batch size is for steps that the run has.",
+                "Every batch size must start before the run ends.",
                 "a size from step 20 on, steps=20",
                 "batch_size",
                 "use --steps 21 or more, or leave that size out",
@@ -155,16 +160,16 @@ def change(**fields):
         (
             lambda: change(layout=LayoutChoice(pipeline_microbatches=2)),
             [
-                "Parts of a batch follow each other through the stages of a pipeline.",
+                "`layout.pipeline_microbatches` needs a pipeline of several stages.",
                 "pipeline_microbatches=2, mesh.stage=1",
                 "layout.pipeline_microbatches",
-                "use --mesh.stage 2 or more; --microbatches cuts a batch without a pipeline",
+                "use --mesh.stage 2 or more, or --microbatches to split the batch without a pipeline",
             ],
         ),
         (
             lambda: change(accumulation="sharded"),
             [
-                "Gradients are accumulated over the parts of a step.",
+                "Sharded accumulation needs a step with several microbatches or pipeline stages.",
                 "accumulation=sharded, microbatches=1, mesh.stage=1",
                 "accumulation",
                 "use --microbatches 2 or more, or leave it out",
@@ -173,7 +178,7 @@ def change(**fields):
         (
             lambda: change(mesh=MeshSizes(stage=2), layout=LayoutChoice(mode="auto")),
             [
-                "Stages of a pipeline hand on what they hold by themselves; no compiler places that.",
+                "A pipeline needs layout mode explicit: the compiler cannot place its communication.",
                 "layout.mode=auto, mesh.stage=2",
                 "layout.mode",
                 "use --layout.mode explicit, or --mesh.stage 1",
@@ -182,7 +187,7 @@ def change(**fields):
         (
             lambda: change(mesh=MeshSizes(stage=2), remat=Remat(policy="offload")),
             [
-                "Stages of a pipeline keep what the backward pass needs on their devices.",
+                "Pipeline stages cannot offload activations to the host.",
                 "remat.policy=offload, mesh.stage=2",
                 "remat.policy",
                 "use --remat.policy saved, or full",
@@ -191,7 +196,7 @@ def change(**fields):
         (
             lambda: change(layout=LayoutChoice(pipeline_groups=2)),
             [
-                "The stages of a pipeline hold groups of layers.",
+                "`layout.pipeline_groups` above 1 needs a pipeline of several stages.",
                 "pipeline_groups=2, mesh.stage=1",
                 "layout.pipeline_groups",
                 "use --mesh.stage 2 or more",
@@ -200,7 +205,7 @@ def change(**fields):
         (
             lambda: change(mesh=MeshSizes(stage=2), layout=LayoutChoice(pipeline_groups=2)),
             [
-                "Every group of layers of every stage has a layer.",
+                "Every group of layers on every pipeline stage needs at least one layer.",
                 "mesh.stage=2, pipeline_groups=2, model.layers=2",
                 "mesh.stage",
                 "use numbers of stages and groups whose product is 2 or less",
@@ -209,7 +214,7 @@ def change(**fields):
         (
             lambda: LayoutChoice(pipeline_groups=0),
             [
-                "A stage has at least one group of layers.",
+                "`pipeline_groups` must be 1 or more.",
                 "pipeline_groups=0",
                 "pipeline_groups",
                 "use 1 or more",
@@ -218,16 +223,16 @@ def change(**fields):
         (
             lambda: LayoutChoice(pipeline_microbatches=0),
             [
-                "A pipeline has at least one part of the batch to work on.",
+                "`pipeline_microbatches` must be 1 or more.",
                 "pipeline_microbatches=0",
                 "pipeline_microbatches",
-                "use 1 or more, or null to have them chosen",
+                "use 1 or more, or null to have it chosen",
             ],
         ),
         (
             lambda: MixturePart(name="a", path="x", weight=(PartWeight(step=3, weight=1.0),)),
             [
-                "Weights are listed from step 0 on, in the order of steps.",
+                "Weights must be listed in order of their steps, starting at step 0.",
                 "steps 3",
                 "weight",
                 "write [{step: 0, weight: 0.7}, {step: 1000, weight: 0.3}]",
@@ -236,7 +241,7 @@ def change(**fields):
         (
             lambda: MixturePart(name="a", path="x", weight=1.0, epochs=0.0),
             [
-                "A source is read in part at least.",
+                "`epochs` must be positive.",
                 "epochs=0.0",
                 "epochs",
                 "use 1 for one pass, or null to repeat it as long as the run lasts",
@@ -245,7 +250,7 @@ def change(**fields):
         (
             lambda: Adafactor(learning_rate=1e-3, decay_exponent=0.0),
             [
-                "The decay's exponent is above 0 and at most 1.",
+                "The exponent of the decay must be above 0 and at most 1.",
                 "decay_exponent=0.0",
                 "decay_exponent",
                 "use 0.8",
@@ -254,10 +259,10 @@ def change(**fields):
         (
             lambda: MixtureSource(parts=tuple(MixturePart(name=n, path="x", weight=1.0) for n in ("a/b", "a"))),
             [
-                "A part of a mixture has a name of its own: what stands before a slash in another is a group's.",
+                "A part of a mixture cannot be named like a group of other parts, nor have an empty name.",
                 "`a/b`, `a`",
                 "parts",
-                "write web/c4 and web/news, with nothing called web",
+                "write web/c4 and web/news, and call no part web",
             ],
         ),
         (
@@ -265,7 +270,7 @@ def change(**fields):
                 parts=(MixturePart(name="a", path="x", weight=1.0), MixturePart(name="a", path="y", weight=1.0))
             ),
             [
-                "The parts of a mixture have names of their own.",
+                "A mixture needs parts, each with its own name.",
                 "a, a",
                 "parts",
                 "write [{name: web, path: ..., weight: 0.7}, {name: code, path: ..., weight: 0.3}]",
@@ -273,32 +278,32 @@ def change(**fields):
         ),
         (
             lambda: Data(source=EmbeddedSource(vocab=512), sequence_length=0),
-            ["`sequence_length` is 1 or more.", "sequence_length=0", "sequence_length", "use 1 or more"],
+            ["`sequence_length` must be 1 or more.", "sequence_length=0", "sequence_length", "use 1 or more"],
         ),
         (
             lambda: AdamW(learning_rate=0.0),
-            ["A learning rate is positive.", "learning_rate=0.0", "learning_rate", "try 0.0003"],
+            ["A learning rate must be positive.", "learning_rate=0.0", "learning_rate", "try 0.0003"],
         ),
         (
             lambda: Lion(learning_rate=1e-4, beta2=1.0),
-            ["The decay of a moving average is at least 0 and below 1.", "beta2=1.0", "beta2", "try 0.95"],
+            ["The decay of a moving average must be at least 0 and below 1.", "beta2=1.0", "beta2", "try 0.95"],
         ),
         (
             lambda: Muon(learning_rate=1e-4, weight_decay=-1.0),
-            ["Weight decay is not negative.", "weight_decay=-1.0", "weight_decay", "use 0.1, or 0 for none"],
+            ["Weight decay cannot be negative.", "weight_decay=-1.0", "weight_decay", "use 0.1, or 0 for none"],
         ),
         (
             lambda: Muon(learning_rate=1e-4, iterations=0),
-            ["Newton-Schulz iterates at least once, and at most 100 times.", "iterations=0", "iterations", "use 5"],
+            ["Newton-Schulz must iterate at least once, and at most 100 times.", "iterations=0", "iterations", "use 5"],
         ),
         (
             lambda: Constant(warmup_steps=-1),
-            ["A number of steps is not negative.", "warmup_steps=-1", "warmup_steps", "use 0 for no warmup"],
+            ["A number of steps cannot be negative.", "warmup_steps=-1", "warmup_steps", "use 0 for no warmup"],
         ),
         (
             lambda: Linear(warmup_steps=0, final_fraction=2.0),
             [
-                "The final learning rate is a fraction of the peak, from 0 to 1.",
+                "The final learning rate must be a fraction of the peak, from 0 to 1.",
                 "final_fraction=2.0",
                 "final_fraction",
                 "use 0.1",
@@ -306,11 +311,21 @@ def change(**fields):
         ),
         (
             lambda: WSD(warmup_steps=0, decay_steps=0),
-            ["The decay takes at least one step.", "decay_steps=0", "decay_steps", "use a tenth of the run's steps"],
+            [
+                "The decay must take at least one step.",
+                "decay_steps=0",
+                "decay_steps",
+                "use a tenth of the run's steps",
+            ],
         ),
         (
             lambda: InverseSqrt(warmup_steps=0),
-            ["An inverse square root starts where its warmup ends.", "warmup_steps=0", "warmup_steps", "use 1 or more"],
+            [
+                "An inverse square root needs a warmup of at least one step.",
+                "warmup_steps=0",
+                "warmup_steps",
+                "use 1 or more",
+            ],
         ),
     ],
 )

@@ -36,7 +36,10 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     other = dataclasses.replace(tiny(), seed=3, optimizer=AdamW(learning_rate=0.5))
     with pytest.raises(UserError, match="A run folder holds one run") as error:
         claim(tmp_path, other)
-    assert error.value.seen == "optimizer.learning_rate: 0.01 there, 0.5 asked for; seed: 0 there, 3 asked for"
+    assert (
+        error.value.seen
+        == "optimizer.learning_rate: 0.01 in the folder, 0.5 asked for; seed: 0 in the folder, 3 asked for"
+    )
     assert error.value.where == str(tmp_path / "run.yaml")
     assert error.value.fix == (f"use another --run-dir, or resume what is there: trellis train {tmp_path}")
     assert open_run(tmp_path) == tiny()
@@ -45,7 +48,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
 def test_a_run_does_not_become_shorter_than_it_is(tmp_path):
     claim(tmp_path, dataclasses.replace(tiny(), steps=40))
     claim(tmp_path, dataclasses.replace(tiny(), steps=20), done=20)
-    with pytest.raises(UserError, match="A run goes on from its last checkpoint") as error:
+    with pytest.raises(UserError, match="A run cannot end before its last checkpoint") as error:
         claim(tmp_path, dataclasses.replace(tiny(), steps=19), done=20)
     assert (error.value.seen, error.value.where) == ("steps=19 asked for, 20 done", str(tmp_path))
     assert error.value.fix == "use --steps 21 or more, or a new --run-dir for a shorter run"
@@ -73,7 +76,7 @@ def test_a_batch_that_does_not_divide_is_mended_by_the_mesh_where_a_run_goes_on(
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' if begun else "")
     with pytest.raises(UserError, match="split evenly") as error, unchanged_if_refused(tmp_path):
         layout_of(tiny(), jax.devices()[:3])
-    going_on = "use --devices or --mesh sizes that divide it: a run that goes on keeps its batch_size"
+    going_on = "use --devices or --mesh sizes that divide it: a resumed run keeps its batch_size"
     assert error.value.fix == (going_on if begun else "use --batch_size 6 or 9")
 
 
@@ -87,14 +90,17 @@ def test_a_new_folder_has_the_name_and_the_date(tmp_path):
 
 def test_what_is_no_run_is_refused(tmp_path):
     for folder, seen in ((tmp_path, "no run.yaml"), (tmp_path / "absent", "no such folder")):
-        with pytest.raises(UserError, match=r"A run's folder holds run\.yaml") as error:
+        with pytest.raises(UserError, match=r"A run's folder must contain run\.yaml") as error:
             open_run(folder)
         assert (error.value.seen, error.value.where) == (seen, str(folder))
 
 
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
     with alone(tmp_path):
-        with pytest.raises(UserError, match="One process at a time trains in a run's folder") as error, alone(tmp_path):
+        with (
+            pytest.raises(UserError, match="Only one process at a time can train in a run's folder") as error,
+            alone(tmp_path),
+        ):
             pass
         assert error.value.fix == "wait for it or stop it, or use another --run-dir"
     with alone(tmp_path):
@@ -158,7 +164,7 @@ def test_a_part_of_a_mixture_is_read_one_and_a_half_times(stores):
 
 
 def test_a_store_with_more_tokens_than_the_model_is_refused(stores):
-    with pytest.raises(UserError, match="A model has a row of its embedding for every token id"):
+    with pytest.raises(UserError, match="The model's vocabulary must include every token id of the store"):
         open_corpus(run_on(StoreSource(path=str(stores / "a")), vocab=200))
 
 
@@ -175,7 +181,7 @@ def test_stores_of_another_tokenizer_are_refused(stores, tmp_path):
         run_on(StoreSource(path=mine, validation=theirs), vocab=300),
         run_on(StoreSource(path=mine), vocab=300, tokenizer=named),
     ):
-        with pytest.raises(UserError, match="A run's data and its model use one tokenizer") as error:
+        with pytest.raises(UserError, match="A run's data and its model must use the same tokenizer") as error:
             open_corpus(run)
         assert error.value.fix == "tokenize the corpus with the model's tokenizer"
     found = open_corpus(run_on(StoreSource(path=theirs), vocab=300, tokenizer=named)).tokenizer

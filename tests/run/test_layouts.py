@@ -136,7 +136,7 @@ def test_what_the_compiler_places_wrong_is_refused():
     """Loss right, gradients of keys wrong by as much as their size: llama, two key heads, data=2, model=4."""
     mesh, auto = MeshSizes(data=2, model=4), LayoutChoice(mode="auto")
     few = {"heads": 8, "kv_heads": 2}
-    with pytest.raises(UserError, match="key heads are sliced as query heads are") as error:
+    with pytest.raises(UserError, match="key heads must be sliced like query heads") as error:
         make_layout(mesh, auto, jax.devices(), few)
     assert error.value.seen == "heads and pos over model=4, kv_heads whole, layout.mode=auto"
     assert error.value.where == "layout.mode" and "--layout.mode explicit" in error.value.fix
@@ -157,25 +157,25 @@ def test_overlap_drops_out_with_its_mesh_axis():
         (
             lambda: make_layout(MeshSizes(data=4, model=4), LayoutChoice(), jax.devices()),
             [
-                "The sizes of a mesh multiply to the number of devices.",
+                "The sizes of the mesh axes must multiply to the number of devices.",
                 "data=4 model=4 (16), devices=8",
                 "mesh",
-                "use sizes that multiply to 8; where a CPU simulates devices, --devices 16",
+                "use sizes that multiply to 8, or --devices 16 if a CPU simulates them",
             ],
         ),
         (
             lambda: make_layout(MeshSizes(model=3), LayoutChoice(), jax.devices()),
             [
-                "The sizes of a mesh multiply to the number of devices.",
+                "The sizes of the mesh axes must multiply to the number of devices.",
                 "data=-1 model=3 (a multiple of 3), devices=8",
                 "mesh",
-                "use sizes that multiply to 8; where a CPU simulates devices, --devices 3",
+                "use sizes that multiply to 8, or --devices 3 if a CPU simulates them",
             ],
         ),
         (
             lambda: make_layout(MeshSizes(model=2), LayoutChoice(preset="fsdp"), jax.devices()),
             [
-                "Every mesh axis slices something: devices along an axis that slices nothing repeat each other's work.",
+                "Every mesh axis must slice something in use: otherwise, its devices repeat each other's work.",
                 "model=2 with the preset fsdp",
                 "mesh.model",
                 "use --mesh.model 1, --layout.preset auto, or an entry such as --layout.compute.batch model",
@@ -184,20 +184,20 @@ def test_overlap_drops_out_with_its_mesh_axis():
         (
             lambda: make_layout(MeshSizes(), LayoutChoice(preset="fsdp", compute={"batch": ""}), jax.devices()),
             [
-                "Every mesh axis slices something: devices along an axis that slices nothing repeat each other's work.",
-                "data=8 with the preset fsdp, which slices parameters over it, and nothing in use",
+                "Every mesh axis must slice something in use: otherwise, its devices repeat each other's work.",
+                "data=8 with the preset fsdp, which slices only parameters at rest over it",
                 "mesh.data",
                 "use --mesh.data 1, --layout.preset auto, or an entry such as --layout.compute.batch data",
             ],
         ),
         (
             lambda: MeshSizes(model=0),
-            ["A mesh axis has a size, or -1.", "model=0", "model", "use 1 or more"],
+            ["The size of a mesh axis must be 1 or more, or -1.", "model=0", "model", "use 1 or more"],
         ),
         (
             lambda: MeshSizes(model=-1),
             [
-                "One mesh axis at most takes what is left.",
+                "At most one mesh axis can be -1, which takes the remaining devices.",
                 "data=-1, model=-1",
                 "model",
                 "give data or model a size",
@@ -206,7 +206,7 @@ def test_overlap_drops_out_with_its_mesh_axis():
         (
             lambda: LayoutChoice(params={"embed": "daata"}),
             [
-                "A layout maps names to mesh axes.",
+                "A layout entry must map a name to mesh axes.",
                 "embed: daata",
                 "params.embed",
                 "did you mean `data` or `data_z` or `data_y`?",
@@ -215,7 +215,7 @@ def test_overlap_drops_out_with_its_mesh_axis():
         (
             lambda: LayoutChoice(preset="fsdp", overlap=("mlp",)),
             [
-                "An overlapped product's name is sliced in use.",
+                "The name of an overlapped product must be sliced in use.",
                 "overlap=mlp with the preset fsdp, which slices `mlp` over no mesh axis",
                 "overlap",
                 "use --layout.preset fsdp_tensor_sequence, or --layout.compute.mlp model",
@@ -224,7 +224,7 @@ def test_overlap_drops_out_with_its_mesh_axis():
         (
             lambda: LayoutChoice(preset="fsdp_tensor", overlap=("mlp", "heads")),
             [
-                "An overlapped product gathers what comes in, or scatters what goes out.",
+                "Overlap needs `pos` or `embed` sliced in use over the mesh axis of the product.",
                 "overlap=mlp with the preset fsdp_tensor: activations beside `mlp` are whole along model",
                 "overlap",
                 "use --layout.preset fsdp_tensor_sequence, or --layout.compute.pos model",
@@ -233,7 +233,7 @@ def test_overlap_drops_out_with_its_mesh_axis():
         (
             lambda: LayoutChoice(mode="auto", overlap=("mlp",)),
             [
-                "Overlapped products are placed by the types.",
+                "Overlapped products need layout mode explicit.",
                 "overlap=mlp with mode=auto, where the compiler places communication",
                 "overlap",
                 "use --layout.mode explicit",
@@ -241,12 +241,17 @@ def test_overlap_drops_out_with_its_mesh_axis():
         ),
         (
             lambda: check_names(LayoutChoice(compute={"embd": "data"}), ["embed", "mlp"]),
-            ["A layout names axes of the model.", "`embd`", "layout.compute.embd", "did you mean `embed`?"],
+            [
+                "A layout entry must name an axis of the model.",
+                "`embd`",
+                "layout.compute.embd",
+                "did you mean `embed`?",
+            ],
         ),
         (
             lambda: check_names(LayoutChoice(params={"batch": "data"}), ["embed", "mlp"], ["batch"]),
             [
-                "A layout names axes of the model.",
+                "A layout entry must name an axis of the model.",
                 "`batch`",
                 "layout.params.batch",
                 "no parameter has it: use --layout.compute.batch",
@@ -347,7 +352,7 @@ def test_devices_are_those_asked_for():
     with pytest.raises(UserError) as error:
         find_devices(dataclasses.replace(tiny(), devices=16))
     assert str(error.value) == (
-        "A run uses devices that are there.\n  seen:  devices=16 where JAX has 8 (cpu)\n  where: --devices\n"
+        "A run cannot use more devices than JAX has.\n  seen:  devices=16 where JAX has 8 (cpu)\n  where: --devices\n"
         "  fix:   use 8 or fewer"
     )
 
@@ -374,9 +379,9 @@ def test_a_table_in_the_order_of_positions_is_looked_up(kind):
     with pytest.raises(UserError) as error:
         check_on_mesh(run, layout, with_table)
     assert str(error.value) == (
-        "Where positions are dealt out over devices, a table of them is looked up by the positions of a batch.\n"
+        "If positions are dealt out over devices, a table of positions must be looked up by the batch's.\n"
         "  seen:  a parameter 'pos'\n"
         "  where: `norm.scale`\n"
-        "  fix:   name its rows otherwise and look them up, as gpt2 does: take(table, 'positions', positions); or use "
+        "  fix:   rename its rows and look them up, as gpt2 does: take(table, 'positions', positions); or use "
         "--layout.context exchange"
     )

@@ -53,11 +53,11 @@ def test_a_length_with_a_batch_of_its_own():
 @pytest.mark.parametrize(
     ("lengths", "rule", "seen", "fix"),
     [
-        ((at(20, 128),), "which are steps of the run", "steps 20 of 20", "--steps past the last of them"),
-        ((at(8, 128), at(8, 256)), "in the order of the steps", "steps 8, 8 of 20", "write [{step: 1000"),
-        ((at(8, 96),), "Each length divides the longest", "64 and 96", "use 64 or 128 for 96"),
-        ((at(8, 1024),), "A step keeps its tokens", "8 sequences of 64 tokens, and a length of 1024", "multiples"),
-        ((at(8, 128, microbatches=3),), "Microbatches divide", "batch_size=4, microbatches=3, from step 8 on", "of 3"),
+        ((at(20, 128),), "which must be before the run ends", "steps 20 of 20", "--steps past the last"),
+        ((at(8, 128), at(8, 256)), "in order of their first steps", "steps 8, 8 of 20", "write [{step: 1000"),
+        ((at(8, 96),), "Every length must divide the longest", "64 and 96", "use 64 or 128 instead of 96"),
+        ((at(8, 1024),), "keep the number of tokens", "8 sequences of 64 tokens, and a length of 1024", "multiples"),
+        ((at(8, 128, microbatches=3),), "divide the batch", "batch_size=4, microbatches=3, from step 8 on", "of 3"),
     ],
 )  # fmt: skip
 def test_what_is_refused(lengths, rule, seen, fix):
@@ -68,15 +68,15 @@ def test_what_is_refused(lengths, rule, seen, fix):
 
 
 def test_what_a_model_or_its_data_do_not_have_is_refused():
-    with pytest.raises(UserError, match="no longer than the model's learned positions") as error:
+    with pytest.raises(UserError, match="cannot be longer than the model's learned positions") as error:
         dataclasses.replace(gpt2_small(), lengths=(at(8, 2048),))
     assert error.value.seen == "sequence_length=2048, positions=1024, from step 8 on"
     assert error.value.fix == "use a length of 1024, or a model with more positions"
-    with pytest.raises(UserError, match="Rotary frequencies are changed of models that have them"):
+    with pytest.raises(UserError, match="Rotary frequencies can be changed only in a model that has them"):
         dataclasses.replace(gpt2_small(), lengths=(at(8, 512, rope_theta=1e6),))
-    with pytest.raises(UserError, match="which whole documents are not"):
+    with pytest.raises(UserError, match="need concatenated documents"):
         change(data=dataclasses.replace(tiny().data, packing="pack"), lengths=(at(8, 128),))
-    with pytest.raises(UserError, match="`rope_theta` is positive"):
+    with pytest.raises(UserError, match="`rope_theta` must be positive"):
         at(8, 128, rope_theta=0.0)
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_has_begun_keeps_its_lengths(tmp_path):
     with pytest.raises(UserError, match="A run folder holds one run") as error:
         claim(tmp_path, change(lengths=(at(8, 256),)))
     assert error.value.seen == (
-        "lengths: [{'step': 8, 'length': 128}] there, [{'step': 8, 'length': 256}] asked for"
+        "lengths: [{'step': 8, 'length': 128}] in the folder, [{'step': 8, 'length': 256}] asked for"
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_each_length_is_planned_and_the_fullest_decides():
     words = phases_text(plans)
     assert "all lengths fit" in words and "what follows is for steps 13 to 20" in words
     assert quick_plan(run, where).tokens == 65536, "of several lengths the longest"
-    with pytest.raises(UserError, match="A batch is split evenly") as error:
+    with pytest.raises(UserError, match="batch must split evenly") as error:
         plan_phases(load_run("tiny", {"lengths": "[{step: 8, length: 128, batch_size: 9}]", "batch_size": "16"}),
                     lambda r: quick_plan(r, where))  # fmt: skip
     assert error.value.where == "lengths" and error.value.fix == "give this length a batch_size of 8 or 16"
@@ -117,7 +117,7 @@ def test_a_length_that_slices_do_not_divide_is_refused():
     options = {"data.sequence_length": "48", "lengths": "[{step: 8, length: 144, batch_size: 8}]"}
     run = load_run("tiny", options | {"mesh.data": "1", "mesh.context": "8", "layout.preset": "auto"})
     run = dataclasses.replace(run, lengths=(at(8, 12, batch_size=8),))
-    with pytest.raises(UserError, match="A sequence is split evenly") as error:
+    with pytest.raises(UserError, match="A sequence must split evenly") as error:
         plan_phases(run, lambda r: quick_plan(r, where))
     assert error.value.where == "lengths" and "from step 8 on" in error.value.seen
     assert error.value.fix == "use a length of 8 or 16"

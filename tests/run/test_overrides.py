@@ -77,7 +77,7 @@ def test_a_file_replaces_parts_and_options_replace_both():
         (
             {"optimizer.lerning_rate": "1"},
             [
-                "`optimizer` has known fields only.",
+                "`optimizer` has no field of this name.",
                 "`lerning_rate`",
                 "--optimizer.lerning_rate",
                 "did you mean `--optimizer.learning_rate`?",
@@ -86,7 +86,7 @@ def test_a_file_replaces_parts_and_options_replace_both():
         (
             {"learning_rate": "1"},
             [
-                "`Run` has known fields only.",
+                "`Run` has no field of this name.",
                 "`learning_rate`",
                 "--learning_rate",
                 "did you mean `--optimizer.learning_rate`?",
@@ -95,24 +95,24 @@ def test_a_file_replaces_parts_and_options_replace_both():
         (
             {"data.source.path": "corpus.zarr"},
             [
-                "`data.source` has known fields only.",
+                "`data.source` has no field of this name.",
                 "`path`",
                 "--data.source.path",
-                "it is a field where --data.source.kind is store: give that too",
+                "it is a field if --data.source.kind is store: set that too",
             ],
         ),
         (
             {"step": "1"},
-            ["`Run` has known fields only.", "`step`", "--step", "did you mean `--steps`?"],
+            ["`Run` has no field of this name.", "`step`", "--step", "did you mean `--steps`?"],
         ),
         (
             {"steps": "many"},
-            ["`steps` is of type int.", "'many' (str)", "--steps", "write a whole number, as in 8"],
+            ["`steps` must be of type int.", "'many' (str)", "--steps", "write a whole number, as in 8"],
         ),
         (
             {"optimizer": "adamx"},
             [
-                "`optimizer` is of type adamw | lion | muon | adafactor.",
+                "`optimizer` must be of type adamw | lion | muon | adafactor.",
                 "'adamx' (str)",
                 "--optimizer",
                 "did you mean `adamw`?",
@@ -121,7 +121,7 @@ def test_a_file_replaces_parts_and_options_replace_both():
         (
             {"schedule": "wsd"},
             [
-                "What defines a run is written down: it has no silent default.",
+                "A field without a default must be set.",
                 "no `schedule.decay_steps`",
                 "--schedule",
                 "add schedule.decay_steps: int",
@@ -130,7 +130,7 @@ def test_a_file_replaces_parts_and_options_replace_both():
         (
             {"data.source.kind": "mixture"},
             [
-                "What defines a run is written down: it has no silent default.",
+                "A field without a default must be set.",
                 "no `data.source.parts`",
                 "`data.source`",
                 "add data.source.parts: [{name: str, path: str, weight: float or "
@@ -140,22 +140,27 @@ def test_a_file_replaces_parts_and_options_replace_both():
         (
             {"model.family": "gpt2"},
             [
-                "What defines a run is written down: it has no silent default.",
+                "A field without a default must be set.",
                 "no `model.positions`, `model.dropout`, `model.scale_by_inverse_layer`, `model.upcast_attention`",
                 "`model`",
                 "add model.positions: int, model.dropout: float, model.scale_by_inverse_layer: bool, "
                 "model.upcast_attention: bool",
             ],
         ),
-        ({"batch_size": "0"}, ["`batch_size` is 1 or more.", "batch_size=0", "--batch_size", "use 1 or more"]),
+        ({"batch_size": "0"}, ["`batch_size` must be 1 or more.", "batch_size=0", "--batch_size", "use 1 or more"]),
         (
             {"seed.x": "1"},
-            ["`seed` is of type int: it has no parts of that name.", "`x`", "--seed.x", "set it whole: --seed int"],
+            [
+                "`seed` is of type int, which has no field of this name.",
+                "`x`",
+                "--seed.x",
+                "set the whole value: --seed int",
+            ],
         ),
         (
             {"logging.trackers": "wndb"},
             [
-                "`logging.trackers.0` is one of tensorboard | wandb.",
+                "`logging.trackers.0` must be one of tensorboard | wandb.",
                 "'wndb' (str)",
                 "--logging.trackers",
                 "did you mean `wandb`?",
@@ -163,16 +168,26 @@ def test_a_file_replaces_parts_and_options_replace_both():
         ),
         (
             {"layout.compute.pos": "modl"},
-            ["A layout maps names to mesh axes.", "pos: modl", "--layout.compute.pos", "did you mean `model`?"],
+            [
+                "A layout entry must map a name to mesh axes.",
+                "pos: modl",
+                "--layout.compute.pos",
+                "did you mean `model`?",
+            ],
         ),
         (
             {"layout.compute.batch": "data model"},
-            ["A layout maps names to mesh axes.", "batch: data model", "--layout.compute.batch", "write data/model"],
+            [
+                "A layout entry must map a name to mesh axes.",
+                "batch: data model",
+                "--layout.compute.batch",
+                "write data/model",
+            ],
         ),
         (
             {"microbatches": "3"},
             [
-                "Microbatches divide the batch.",
+                "The number of microbatches must divide the batch size.",
                 "batch_size=8, microbatches=3",
                 "`batch_size`",
                 "use a multiple of 3, as in 9",
@@ -247,7 +262,7 @@ def test_help_has_the_fields_of_a_lists_entries():
 def test_what_is_no_list_is_told_how_one_is_written():
     with pytest.raises(UserError) as error:
         resolve(Run, tiny(), patch={"data": {"source": {"kind": "mixture", "parts": {"a": 1}}}}, source="f.yaml")
-    assert error.value.rule == "`data.source.parts` is of type list of {name, path, weight, epochs, validation}."
+    assert error.value.rule == "`data.source.parts` must be of type list of {name, path, weight, epochs, validation}."
     assert error.value.fix == (
         "write [{name: str, path: str, weight: float or [{step: int, weight: float}, ...]}, ...]"
     )

@@ -69,7 +69,7 @@ def test_docs_are_the_strings_under_fields():
 def test_numbers_as_yaml_writes_them():
     drawing = build(Drawing, yaml.safe_load("{name: x, shape: {kind: circle, radius: 3e-4}, scale: 2}"))
     assert drawing.shape.radius == 3e-4 and type(drawing.scale) is float
-    with pytest.raises(TypeError, match="a configuration is frozen"):
+    with pytest.raises(TypeError, match="a configuration cannot be changed"):
         FULL.sizes["a"] = (1,)
 
 
@@ -78,20 +78,20 @@ def test_numbers_as_yaml_writes_them():
     [
         (
             {"name": "x", "shape": {"kind": "circle", "radius": 1}, "colour": "red"},
-            ["`Drawing` has known fields only.", "`colour`", "`colour`", "did you mean `color`?"],
+            ["`Drawing` has no field of this name.", "`colour`", "`colour`", "did you mean `color`?"],
         ),
         (
             {"name": "x", "shape": {"kind": "circel", "radius": 1}},
-            ["`shape` says by `kind` what it is.", "kind: 'circel'", "`shape.kind`", "did you mean `circle`?"],
+            ["`shape` must have a known `kind`.", "kind: 'circel'", "`shape.kind`", "did you mean `circle`?"],
         ),
         (
             {"name": "x", "shape": {"radius": 1}},
-            ["`shape` says by `kind` what it is.", "no `kind`", "`shape.kind`", "write kind: circle | square"],
+            ["`shape` must have a known `kind`.", "no `kind`", "`shape.kind`", "write kind: circle | square"],
         ),
         (
             {"name": "x", "shape": {"kind": "square"}},
             [
-                "What defines a run is written down: it has no silent default.",
+                "A field without a default must be set.",
                 "no `shape.side`",
                 "`shape`",
                 "add shape.side: int",
@@ -99,11 +99,11 @@ def test_numbers_as_yaml_writes_them():
         ),
         (
             {"name": "x", "shape": {"kind": "square", "side": 1.5}},
-            ["`shape.side` is of type int.", "1.5 (float)", "`shape.side`", "write a whole number, as in 8"],
+            ["`shape.side` must be of type int.", "1.5 (float)", "`shape.side`", "write a whole number, as in 8"],
         ),
         (
             {"name": "x", "shape": {"kind": "square", "side": True}},
-            ["`shape.side` is of type int.", "True (bool)", "`shape.side`", "write a whole number, as in 8"],
+            ["`shape.side` must be of type int.", "True (bool)", "`shape.side`", "write a whole number, as in 8"],
         ),
         (
             {"name": "x", "shape": {"kind": "circle", "radius": -1}},
@@ -111,44 +111,44 @@ def test_numbers_as_yaml_writes_them():
         ),
         (
             {"name": "x", "shape": {"kind": "circle", "radius": 1}, "color": "blue"},
-            ["`color` is one of red | green.", "'blue' (str)", "`color`", "use one of: green, red"],
+            ["`color` must be one of red | green.", "'blue' (str)", "`color`", "use one of: green, red"],
         ),
         (
             {"name": "x", "shape": "circel"},
-            ["`shape` is of type circle | square.", "'circel' (str)", "`shape`", "did you mean `circle`?"],
+            ["`shape` must be of type circle | square.", "'circel' (str)", "`shape`", "did you mean `circle`?"],
         ),
         (
             {"name": None, "shape": {"kind": "circle", "radius": 1}},
             [
-                "`name` is of type str.",
+                "`name` must be of type str.",
                 "null",
                 "`name`",
-                "write text, in quotes where YAML reads it as something else",
+                "write text, in quotes if YAML would read it as something else",
             ],
         ),
         (
             {"name": "x", "shape": {"kind": "circle", "radius": 1}, "more": [{"kind": "square", "side": "a"}]},
-            ["`more.0.side` is of type int.", "'a' (str)", "`more.0.side`", "write a whole number, as in 8"],
+            ["`more.0.side` must be of type int.", "'a' (str)", "`more.0.side`", "write a whole number, as in 8"],
         ),
         (
             {"name": "x", "shape": {"kind": "circle", "radius": 1}, "sizes": {"a": [1, "b"]}},
-            ["`sizes.a.1` is of type int.", "'b' (str)", "`sizes.a.1`", "write a whole number, as in 8"],
+            ["`sizes.a.1` must be of type int.", "'b' (str)", "`sizes.a.1`", "write a whole number, as in 8"],
         ),
         (
             {"name": "x", "shape": {"kind": "circle", "radius": 1}, "grid": "many"},
-            ["`grid` is of type int or list of int.", "'many' (str)", "`grid`", "write a whole number, as in 8"],
+            ["`grid` must be of type int or list of int.", "'many' (str)", "`grid`", "write a whole number, as in 8"],
         ),
         (
             {"name": "x", "shape": {"kind": "circle", "radius": 1}, "grid": [1, "b"]},
-            ["`grid.1` is of type int.", "'b' (str)", "`grid.1`", "write a whole number, as in 8"],
+            ["`grid.1` must be of type int.", "'b' (str)", "`grid.1`", "write a whole number, as in 8"],
         ),
         (
             {"name": "x", "shape": {"kind": "circle", "radius": 1}, "filled": 1},
-            ["`filled` is of type bool.", "1 (int)", "`filled`", "write true or false"],
+            ["`filled` must be of type bool.", "1 (int)", "`filled`", "write true or false"],
         ),
         (
             {"name": "x", "shape": {"kind": "circle", "radius": 1}, "scale": "big"},
-            ["`scale` is of type float or null.", "'big' (str)", "`scale`", "write a number, as in 0.001"],
+            ["`scale` must be of type float or null.", "'big' (str)", "`scale`", "write a number, as in 0.001"],
         ),
     ],
 )
@@ -163,6 +163,6 @@ def test_scalar_in_place_of_fields():
     with pytest.raises(UserError) as error:
         build(Circle, 3, "shape")
     assert str(error.value) == (
-        "`shape` has fields: kind, radius.\n  seen:  3\n  where: `shape`\n  fix:   write one field by its name, as in "
-        "shape.kind"
+        "`shape` must be written as its fields: kind, radius.\n  seen:  3\n  where: `shape`\n"
+        "  fix:   set a field by its name, as in shape.kind"
     )

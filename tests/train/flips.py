@@ -83,10 +83,10 @@ def flip_each(assembled: Assembled) -> tuple[int, int]:
             axes = " and ".join(f"`{a}`" for a in mesh.axis_names if a in along)
             if len(copies) == 2:
                 pair = ", ".join(str(d.id) for d in copies)
-                expected = f"after step 4: `{shown}` on devices {pair} is not the same along {axes}"
+                expected = f"after step 4: `{shown}` on devices {pair} differs along {axes}"
             else:
                 others = len(copies) - 1
-                expected = f"`{shown}` on device {device.id} is not what it is on the other {others} along {axes}"
+                expected = f"`{shown}` on device {device.id} differs from the other {others} along {axes}"
                 expected = f"after step 4: {expected}"
             assert error.value.seen == expected and error.value.where == "last good checkpoint: c"
     return found, alone

@@ -303,5 +303,5 @@ def test_what_only_some_layouts_have_is_kept_by_name_on_none_that_has_it_not():
     mixture, dense = load_run("tiny", {**options, **keep}), load_run("tiny", {"mesh.data": "1", **keep})
     program = step_program(assemble(mixture, jax.devices()[:1]))
     check_marks(mixture, program)
-    with pytest.raises(UserError, match="What is kept by name is marked so by the model"):
+    with pytest.raises(UserError, match="`remat.names` can list only names that the model marks"):
         check_marks(dense, program)

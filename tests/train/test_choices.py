@@ -157,7 +157,7 @@ def test_steps_that_take_long_are_not_tried(machine):
 
 def test_what_does_not_fit_the_memory_is_refused_before_it_is_tried(machine, monkeypatch):
     monkeypatch.setattr("trellis.train.checks.free_memory", lambda: 1000)
-    with pytest.raises(UserError, match="fit into the memory"):
+    with pytest.raises(UserError, match="must fit in memory"):
         machine(LONG, {})
     assert not machine.tried
 

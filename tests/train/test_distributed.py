@@ -53,12 +53,22 @@ def test_clusters_are_found(env, options, expected):
 @pytest.mark.parametrize(
     "env, options, rule, fix",
     [
-        ({}, {"coordinator": "h:1"}, "all three", "add --distributed.processes, --distributed.process"),
-        ({}, {"process": 1, "processes": 2}, "all three", "add --distributed.coordinator"),
-        ({}, {"coordinator": "h", "processes": 2, "process": 0}, "an address and a port", "write it as HOST:PORT"),
-        ({}, {"coordinator": "h:1", "processes": 2, "process": 2}, "counted from 0", "use 0 to 1"),
-        ({}, {"coordinator": "h:1", "processes": 1, "process": 0}, "more than one", "leave the options out"),
-        (OMPI, {}, "find each other at one address", "HOST being that of rank 0"),
+        ({}, {"coordinator": "h:1"}, "must be set together", "add --distributed.processes, --distributed.process"),
+        ({}, {"process": 1, "processes": 2}, "must be set together", "add --distributed.coordinator"),
+        (
+            {},
+            {"coordinator": "h", "processes": 2, "process": 0},
+            "must be an address and a port",
+            "write it as HOST:PORT",
+        ),
+        (
+            {},
+            {"coordinator": "h:1", "processes": 2, "process": 2},
+            "must have a number from 0 to the number",
+            "use 0 to 1",
+        ),
+        ({}, {"coordinator": "h:1", "processes": 1, "process": 0}, "must be 2 or more", "leave the options out"),
+        (OMPI, {}, "need an address at which they find each other", "with the host of rank 0"),
     ],
 )
 def test_wrong_options_are_refused(env, options, rule, fix):
@@ -73,7 +83,7 @@ def test_a_port_that_is_in_use(host):
         taken.bind((host, 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(UserError, match="waits for the others at a port of its own") as error:
+        with pytest.raises(UserError, match="needs a free port at which to wait for the others") as error:
             initialize(coordinator=address, processes=2, process=0)
     assert "in use" in error.value.seen and error.value.where == f"--distributed.coordinator {address}"
 
@@ -87,10 +97,10 @@ def test_a_lost_process_is_told_apart_from_an_error_of_its_own(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     told = explain(lost, "last good checkpoint: c")
     assert isinstance(told, RunStopped) and told.exit_code == 3
-    assert told.rule == "A run goes on while all its processes do."
-    assert told.seen == "process 0 of 2 lost another one: UNKNOWN: Gloo AllReduce failed: Connection reset by peer"
+    assert told.rule == "All processes of a run must keep running."
+    assert told.seen == "process 0 of 2 lost another process: UNKNOWN: Gloo AllReduce failed: Connection reset by peer"
     assert told.where == "last good checkpoint: c"
-    assert told.fix == "look at the other processes' output, then start them all again"
+    assert told.fix == "check the other processes' output, then start them all again"
     assert explain(own, "x") is own
 
 
@@ -103,7 +113,9 @@ def test_a_process_lost_while_a_checkpoint_is_written_is_found_behind_the_timeou
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     told = explain(waited, "last good checkpoint: c")
     assert isinstance(told, RunStopped) and told.where == "last good checkpoint: c"
-    assert told.seen == "process 0 of 2 lost another one: INTERNAL: Barrier failed because: Task 1 heartbeat timeout."
+    assert (
+        told.seen == "process 0 of 2 lost another process: INTERNAL: Barrier failed because: Task 1 heartbeat timeout."
+    )
     alone = TimeoutError("Timed out")
     assert explain(alone, "x") is alone
 
@@ -165,7 +177,7 @@ def test_when_one_process_is_killed_the_other_leaves_and_names_the_last_good_che
     _, err = processes[0].communicate(timeout=60)
     processes[1].communicate(timeout=60)
     assert processes[0].returncode == 3, err
-    assert "A run goes on while all its processes do." in err and "last good checkpoint: " in err
+    assert "All processes of a run must keep running." in err and "last good checkpoint: " in err
 
 
 @pytest.mark.slow
@@ -182,9 +194,11 @@ def test_a_process_that_falls_silent_ends_the_others_and_they_name_the_last_good
         processes[silent].kill()
         processes[silent].communicate(timeout=60)
     assert other.returncode == 3, err
-    assert "A run goes on while all its processes do." in err and "last good checkpoint: " in err
+    assert "All processes of a run must keep running." in err and "last good checkpoint: " in err
     # Which of the two finds it first, the heartbeat or the connection, is theirs to say.
-    assert any(f"process {1 - silent} of 2 {how}" in err for how in ("was ended by JAX's runtime", "lost another one"))
+    assert any(
+        f"process {1 - silent} of 2 {how}" in err for how in ("was ended by JAX's runtime", "lost another process")
+    )
 
 
 @pytest.mark.slow

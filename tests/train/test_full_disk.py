@@ -71,7 +71,7 @@ def test_a_run_whose_disk_is_full_loses_nothing(kind, run_file, tmp_path, capsys
     assert "codes 3 0 left step-" in printed
     assert "Traceback" not in err
     told = err[err.index("trellis: ") :]
-    assert told.startswith("trellis: The disk of a run has room for what it writes.\n  seen:  ")
+    assert told.startswith("trellis: The disk must have room for what the run writes.\n  seen:  ")
     assert ("No space left on device" if kind == "disk" else "File too large") in told
     assert f"\n  where: last good checkpoint: {disk}/run/checkpoints/step-0000000" in told
     assert "\n  fix:   free some space, then run the same command again; it continues after that checkpoint" in told
@@ -94,7 +94,7 @@ def test_a_checkpoint_without_room_is_told_and_leaves_nothing_behind(tmp_path, m
         assert saved.steps() == [1] and not saved.path(2).exists()
     assert error.value.exit_code == 3
     assert str(error.value) == (
-        "The disk of a run has room for its checkpoints.\n  seen:  No space left on device\n"
+        "The disk must have room for the run's checkpoints.\n  seen:  No space left on device\n"
         f"  where: {tmp_path / 'step-00000002'}\n"
         "  fix:   free some space, then run the same command again; it continues after the last good checkpoint"
     )
@@ -111,7 +111,7 @@ def test_other_errors_are_not_taken_for_a_full_disk():
 def test_files_that_cannot_be_written_stop_a_run_in_one_message():
     told = explain(OSError(30, "Read-only file system", "a/metrics.jsonl"), "last good checkpoint: c")
     assert isinstance(told, RunStopped) and told.exit_code == 3
-    assert told.rule == "The files of a run can be read and written while it trains."
+    assert told.rule == "The files of a run must be readable and writable while it trains."
     assert told.seen == "Read-only file system: a/metrics.jsonl" and told.where == "last good checkpoint: c"
     assert told.fix.endswith("then run the same command again; it continues after that checkpoint")
     other = ValueError("a loss is one number")

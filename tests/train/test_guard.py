@@ -125,11 +125,11 @@ def test_a_run_stops_at_the_next_comparison_and_goes_on_after_the_last_good_chec
     with pytest.raises(CopiesDiffer) as error:
         go(tmp_path / "run", whole=True, guard=guard)
     assert error.value.exit_code == 3
-    assert error.value.rule == "What the layout keeps on several devices is the same on each of them, to the bit."
-    seen = "after step 4: `params.w1` on device 2 is not what it is on the other 3 along `data` and `model`"
+    assert error.value.rule == "The copies of a value on several devices must be the same, to the bit."
+    seen = "after step 4: `params.w1` on device 2 differs from the other 3 along `data` and `model`"
     assert error.value.seen == seen
     assert error.value.where == f"last good checkpoint: {tmp_path / 'run' / 'checkpoints' / 'step-00000003'}"
-    assert error.value.fix.startswith("run the same command again, which goes on after that checkpoint")
+    assert error.value.fix.startswith("run the same command again, which continues after that checkpoint")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
     faulty(0, "")
     go(tmp_path / "run", whole=True, guard=guard)
@@ -139,7 +139,7 @@ def test_a_run_stops_at_the_next_comparison_and_goes_on_after_the_last_good_chec
 
 def test_no_state_whose_copies_differ_is_saved(tmp_path, faulty):
     faulty(5, "velocity/w2")
-    with pytest.raises(CopiesDiffer, match="after step 6: `velocity.w2` on device 2 is not what it is on the other 3 "):
+    with pytest.raises(CopiesDiffer, match="after step 6: `velocity.w2` on device 2 differs from the other 3 "):
         go(tmp_path, whole=True, guard=GuardRule(every=100))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
 
@@ -157,10 +157,13 @@ def test_where_nothing_is_copied_a_step_is_made_twice(tmp_path, faulty):
     faulty(5, "params/w1")  # steps 1, 2, 3, 4, 4
     with pytest.raises(CopiesDiffer) as error:
         go(tmp_path / "run", whole=False, guard=guard)
-    assert error.value.rule == "A step that is made twice from one state and one batch gives one result, to the bit."
+    assert (
+        error.value.rule
+        == "A step that is replayed from the same state and batch must give the same result, to the bit."
+    )
     assert error.value.seen == "step 4 gave two: `params.w1` on device 2"
     assert error.value.where.endswith("step-00000003")
-    assert error.value.fix.endswith("or --guard.replay false where steps are random")
+    assert error.value.fix.endswith("or use --guard.replay false if steps are random")
 
 
 def test_a_batch_that_changed_on_its_way_is_found(tmp_path):
@@ -177,7 +180,7 @@ def test_a_batch_that_changed_on_its_way_is_found(tmp_path):
         with pytest.raises(CopiesDiffer) as error:
             changed = dataclasses.replace(feed, batches=batches, again=again)
             loop.train(assembled, changed, tmp_path, progress=Progress(8, stream=io.StringIO()))
-    assert error.value.rule == "A batch on the devices is what its data give when they are read again, to the bit."
+    assert error.value.rule == "The batch on the devices must be the same when its data are read again, to the bit."
     assert error.value.seen == "the batch of step 4: `batch.value` on device 2"
 
 
@@ -195,11 +198,11 @@ def test_a_run_ends_at_its_first_step_where_the_program_sums_over_wrong_devices(
         go(tmp_path, whole=False, compiled=look)
     assert error.value.exit_code == 3 and "not along mesh axes: " in error.value.seen
     assert error.value.where == f"{tmp_path / 'compiled.hlo'}; no checkpoint was written yet"
-    assert "go on with --guard.structure false" in error.value.fix
+    assert "continue with --guard.structure false" in error.value.fix
     assert not list((tmp_path / "checkpoints").iterdir()) and not curve(tmp_path)
     said = io.StringIO()
     assert go(tmp_path, whole=False, compiled=look, said=said, guard=GuardRule(structure=False)).step == 8
-    assert "WARNING: A compiled step moves what its types say" in said.getvalue() and len(curve(tmp_path)) == 8
+    assert "WARNING: A compiled step must move what its types say" in said.getvalue() and len(curve(tmp_path)) == 8
 
 
 @pytest.mark.slow
@@ -216,7 +219,7 @@ def test_a_step_is_not_made_twice_where_there_is_no_room(monkeypatch):
     assembled = assemble(small("fsdp"), jax.devices())
     monkeypatch.setattr(checks, "free_memory", lambda: 10_000)
     memory = {"all": 100}
-    with pytest.raises(UserError, match="A step that is made twice leaves room for another state") as error:
+    with pytest.raises(UserError, match="Replaying a step needs memory for another state") as error:
         checks.check_guard(memory, assembled)
     assert error.value.fix.startswith("use --guard.replay false")
     for other in (GuardRule(every=2, replay=False), GuardRule()):

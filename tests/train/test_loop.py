@@ -212,16 +212,16 @@ def test_a_finished_run_is_not_trained_on(tmp_path, mesh):
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, mesh):
-    with pytest.raises(LossNotFinite, match="A run goes on while its loss and its gradient are finite") as error:
+    with pytest.raises(LossNotFinite, match="The loss and the gradient must be finite") as error:
         train(*toy(mesh, EVERY, spoil_at=7), tmp_path, progress=quiet())
     assert error.value.exit_code == 3
     assert error.value.seen.startswith("loss nan, gradient norm ")
     assert error.value.seen.endswith("at step 8, 1 in a row (allowed: 0)")
     assert error.value.where == f"last good checkpoint: {tmp_path / 'checkpoints' / 'step-00000006'}"
-    assert error.value.fix.startswith("go on with a larger --skip_nonfinite, which leaves such steps out, or start")
+    assert error.value.fix.startswith("continue with a larger --skip_nonfinite, which skips such steps, or start")
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir())[-1] == "step-00000006"
     last = json.loads((tmp_path / "timeline.jsonl").read_text().splitlines()[-1])
-    assert last["event"] == "stopped" and last["why"].startswith("A run goes on")
+    assert last["event"] == "stopped" and last["why"].startswith("The loss and the gradient must be finite")
 
 
 def test_a_step_of_which_no_token_counts_is_no_loss_that_is_no_number(tmp_path, mesh):
@@ -272,7 +272,7 @@ def test_out_of_memory_stops_the_run_with_advice(tmp_path, mesh):
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes\nmore")
             yield index, batch
 
-    with pytest.raises(RunStopped, match="A step fits into the memory of its devices") as error:
+    with pytest.raises(RunStopped, match="A step must fit in the memory of its devices") as error:
         train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
     assert error.value.exit_code == 3
     assert error.value.seen == "RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"
@@ -321,7 +321,7 @@ def test_data_that_ends_early_is_an_error(tmp_path, mesh):
                 return
             yield index, batch
 
-    with pytest.raises(UserError, match="The data lasts as long as the run") as error:
+    with pytest.raises(UserError, match="The data must last as long as the run") as error:
         train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
     assert error.value.seen == f"4 batches for 12 steps, at {tmp_path}"
     assert error.value.where.endswith("step-00000003")

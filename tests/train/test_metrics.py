@@ -131,17 +131,17 @@ def test_a_resumed_run_cuts_the_lines_past_its_step(tmp_path):
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnot json\n{"step": 2}\n')
-    with pytest.raises(UserError, match="Each line of a metrics file is a JSON object with a step") as error:
+    with pytest.raises(UserError, match="Every line of a metrics file must be a JSON object with a step") as error:
         read_lines(path)
     assert error.value.where == f"{path}, line 2"
 
 
 def test_trackers_have_known_names_and_are_installed(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="A tracker has a known name") as error:
+    with pytest.raises(UserError, match="A tracker must have a known name") as error:
         open_trackers(["tensorbord"], tmp_path)
     assert error.value.fix == "did you mean `tensorboard`?"
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="A tracker that is asked for is installed") as error:
+    with pytest.raises(UserError, match="The package of a tracker must be installed") as error:
         open_trackers(["wandb"], tmp_path)
     assert error.value.fix == "pip install 'trellis[wandb]', or leave the tracker out"
 

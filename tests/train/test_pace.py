@@ -118,7 +118,7 @@ def test_a_run_tells_its_time_before_it_begins_and_again_where_that_was_wrong(
     lines = [line for line in shown.getvalue().splitlines() if line.startswith("takes")]
     assert len(lines) == told and lines[-1].endswith("2 evaluations, as the first steps did")
     if not measured:
-        assert lines[0] == "takes    not known before its first steps: no such step was measured on this machine"
+        assert lines[0] == "takes    unknown until its first steps: no such step has been measured on this machine"
     elif expected:  # 12 steps of 512 tokens, and of 3 evaluations of 3 batches a third
         assert lines[0] == "takes    about 2 h 08 min: 12 steps of 512 s and 3 evaluations, as was said"
         assert shown.getvalue().startswith(lines[0])

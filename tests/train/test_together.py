@@ -57,16 +57,20 @@ def test_all_processes_are_told_what_differs(tmp_path):
         None,
         None,
         [
-            "All processes see the run's folder.",
+            "All processes must see the run's folder.",
             f"process 1 does not see in {tmp_path / '1'} what process 0 writes in {tmp_path / '0'}",
             "--run-dir",
         ],
         [
-            "All processes of a run are started with the same options.",
+            "All processes of a run must be started with the same options.",
             "optimizer.learning_rate: 0.01 in process 0, 0.5 in process 1",
             "process 1",
         ],
-        ["All processes of a run read the same text.", "other tokens in process 1 than in process 0", "process 1"],
+        [
+            "All processes of a run must read the same tokens.",
+            "different tokens in process 1 than in process 0",
+            "process 1",
+        ],
     ]
     assert found == [told, told]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0"] and not any((tmp_path / "0").iterdir())
@@ -77,10 +81,10 @@ def test_processes_have_as_many_devices(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: devices(2, 2, 2))
     check_devices()
     monkeypatch.setattr(jax, "devices", lambda: devices(1, 2, 2))
-    with pytest.raises(UserError, match="All processes of a run have as many devices.") as error:
+    with pytest.raises(UserError, match="All processes of a run must have the same number of devices.") as error:
         check_devices()
     assert error.value.seen == "1 in process 0, 2 in process 1, 2 in process 2"
-    assert error.value.fix == "start all with --devices 1, or with as many accelerators"
+    assert error.value.fix == "start all with --devices 1, or with the same number of accelerators"
 
 
 @pytest.mark.slow
@@ -104,7 +108,7 @@ def test_a_process_that_is_lost_before_the_first_step_ends_the_others(tmp_path):
     said, error = first.communicate(timeout=100)
     second.communicate(timeout=60)
     assert first.returncode == 3, said + error
-    assert "A run goes on while all its processes do." in error and "Traceback" not in error
+    assert "All processes of a run must keep running." in error and "Traceback" not in error
     assert "where: no checkpoint was written yet" in error
 
 
@@ -127,7 +131,7 @@ def test_a_run_goes_on_with_the_text_that_it_began_with(tmp_path):
         (text[:-3] + "x" + text[-2:], "other tokens: 28,891 tokens before, 28,891 tokens now"),
         ("L" + text[1:], "other tokens: 28,891 tokens before, 28,891 tokens now"),
     ):
-        with pytest.raises(UserError, match="A run goes on with the text that it began with") as error:
+        with pytest.raises(UserError, match="A resumed run must read the same tokens as before") as error:
             check_identities(before, {"": identity(store_of(other, tmp_path))}, {"": "store"})
         assert (error.value.seen, error.value.where) == (seen, "store")
 

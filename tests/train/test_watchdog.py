@@ -67,7 +67,7 @@ def test_a_late_step_ends_the_process_with_its_stacks(tmp_path, ended):
     dog.close()
     (error,) = ended[:1]
     assert time.monotonic() - begun > 0.9 and error.exit_code == 3
-    assert error.rule == "A step ends within its deadline." and noted[0] == ("stopped", error.rule)
+    assert error.rule == "A step must end within its deadline." and noted[0] == ("stopped", error.rule)
     assert error.seen.startswith("step 9 after 1") and "where the median is 0.1 s and the deadline 1 s" in error.seen
     assert error.seen.endswith("process 0 of 1 waits for the batch of step 9")
     assert error.where == f"last good checkpoint: c; Python stacks: {tmp_path / 'watch'}"
@@ -135,7 +135,7 @@ def test_a_stopped_process_is_named_by_the_other(tmp_path):
         processes[1].kill()
         processes[1].communicate(timeout=60)
     assert processes[0].returncode == 3, err
-    assert "A step ends within its deadline.\n  seen:  step " in err and "no checkpoint was written yet" in err
+    assert "A step must end within its deadline.\n  seen:  step " in err and "no checkpoint was written yet" in err
     assert "; late: process 1 on " in err and "which is silent (last: " in err
     assert "loop.py" in (tmp_path / "watch" / "stacks-0.txt").read_text()
     assert took < 3 * SECONDS + 5
@@ -148,7 +148,7 @@ def test_a_process_whose_loop_hangs_is_named_by_both(tmp_path):
     ends = [process.communicate(timeout=90) for process in processes]
     assert [process.returncode for process in processes] == [3, 3], ends
     for _, err in ends:
-        assert "A step ends within its deadline.\n  seen:  step 16 after " in err
+        assert "A step must end within its deadline.\n  seen:  step 16 after " in err
         assert "; late: process 1 on " in err and ", which waits for the batch of step 16" in err
         assert "last good checkpoint: " in err
     assert 'tests/train/toy.py", line ' in (tmp_path / "watch" / "stacks-1.txt").read_text()

@@ -23,10 +23,10 @@ def number_of(step: int) -> int:
         number = -1
     if number < 0:
         raise UserError(
-            "A checkpoint is that of a number of steps.",
+            "The step of a checkpoint must be a whole number, 0 or more.",
             seen=f"{type(step).__name__} ({step!r:.60})",
             where="save(step, ...)",
-            fix="pass how many steps made the state: 0 or more",
+            fix="pass the number of steps that made the state",
         )
     return number
 
@@ -40,19 +40,19 @@ def check_content(found: Mapping[str, Entry], data: Mapping | None) -> None:
     empty = [name for name, entry in found.items() if 0 in entry.shape]
     if empty or not found:
         raise UserError(
-            "A checkpoint stores arrays of one element at least.",
+            "A checkpoint can store only arrays of at least one element.",
             seen=f"{found[empty[0]].shape}" if empty else "a state without leaves",
             where=shown(empty[0]) if empty else "save(...)",
-            fix="leave it out of what is saved",
+            fix="leave it out of the state",
         )
     try:
         json.dumps(dict(data or {}))
     except (TypeError, ValueError) as error:
         raise UserError(
-            "What is stored beside a state is written as JSON.",
+            "The data stored beside a state must be valid JSON.",
             seen=str(error),
             where="save(..., data=...)",
-            fix="pass numbers, texts, lists and maps, or make it a leaf of the state",
+            fix="pass numbers, strings, lists and dicts, or make it a leaf of the state",
         ) from error
 
 
@@ -68,7 +68,7 @@ def check_places(wanted: Mapping[str, Entry]) -> None:
         nowhere = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
         if nowhere or (sharding is None and on_mesh and isinstance(entry.leaf, jax.ShapeDtypeStruct)):
             raise UserError(
-                "On a mesh a target says where its arrays are to lie.",
+                "On a mesh, the arrays of a target must have shardings.",
                 seen=f"{entry.leaf}",
                 where=shown(name),
                 fix="pass trellis.abstract(target), under the layout",

@@ -98,9 +98,9 @@ class Checkpoints:
     ):
         if keep_latest < 1:
             raise UserError(
-                "A run keeps at least its newest checkpoint.",
+                "A run must keep at least its newest checkpoint.",
                 seen=f"keep_latest={keep_latest}",
-                where="checkpoint.keep_latest",
+                where="checkpoints.keep_latest",
                 fix="use 1 or more",
             )
         self.folder = Path(folder).absolute()
@@ -238,10 +238,10 @@ class Checkpoints:
         aside = sorted(path.name for path in self.folder.glob("damaged-step-*"))
         if wanted or aside:
             raise UserError(
-                "A run resumes from a checkpoint that is whole.",
+                "A run can resume only from a complete, undamaged checkpoint.",
                 seen=damage or f"{', '.join(aside)} and no other",
                 where=str(self.folder),
-                fix="restore a copy of the folder, or start a new run in another one",
+                fix="restore a copy of the folder, or start a new run in another folder",
             )
         return None
 

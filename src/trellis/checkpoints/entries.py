@@ -57,7 +57,7 @@ def entries(tree: Any) -> dict[str, Entry]:
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
         if name in found:
             raise UserError(
-                "Two leaves of a state may not share a name.",
+                "Two leaves of a state cannot have the same name.",
                 seen=f"`{shown(name)}` twice",
                 where="the state's tree of keys and fields",
                 fix="rename the key that contains a slash",
@@ -86,10 +86,10 @@ def rebuild(tree: Any, arrays: dict[str, jax.Array]) -> Any:
 def _entry(name: str, leaf: Any, names: tuple[str, ...] | None) -> Entry:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise UserError(
-            "A state is made of arrays.",
+            "All leaves of a state must be arrays.",
             seen=f"{type(leaf).__name__} ({leaf!r:.60})",
             where=shown(name),
-            fix="make it an array, or a static field that is no leaf",
+            fix="make it an array, or a static field, which is not a leaf",
         )
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return Entry(leaf=leaf, names=names)

@@ -75,7 +75,7 @@ def wait_for(paths: Iterable[Path], timeout: float) -> None:
     while missing := [path for path in missing if not path.exists()]:
         if time.monotonic() > end:
             where = ", ".join(map(str, missing))
-            raise TimeoutError(errno.ETIMEDOUT, f"a file of a checkpoint is not there after {timeout:g} s", where)
+            raise TimeoutError(errno.ETIMEDOUT, f"a file of a checkpoint is still missing after {timeout:g} s", where)
         time.sleep(0.01)
 
 
@@ -90,13 +90,13 @@ def read_manifest(folder: Path) -> dict:
     try:
         manifest = json.loads(path.read_text())
         if manifest.pop("crc") != own_checksum(manifest):
-            raise DamagedCheckpoint(f"{path} does not hold what was written (checksum)")
+            raise DamagedCheckpoint(f"{path} has changed since it was written (checksum)")
         if manifest["format"] != _FORMAT:
             raise UserError(
-                "A checkpoint is read by the version of Trellis that wrote it, or one that knows its format.",
+                "A checkpoint must have a format that this version of Trellis can read.",
                 seen=f"format {manifest['format']}, and this version reads {_FORMAT}",
                 where=str(folder),
-                fix="use the version that wrote it, or move the checkpoint away to go on after the one before it",
+                fix="use the version that wrote it, or move the checkpoint away to continue after the one before it",
             )
         return manifest
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -116,4 +116,4 @@ def verify(folder: Path, manifest: dict, share: int = 0, of: int = 1) -> None:
         if path.stat().st_size != size:
             raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, and {size} were written")
         if checksum(path)[1] != crc:
-            raise DamagedCheckpoint(f"{path} does not hold the bytes that were written (checksum)")
+            raise DamagedCheckpoint(f"{path} has changed since it was written (checksum)")

@@ -15,7 +15,7 @@ def check_names(folder: Path, saved: dict, wanted: dict[str, Entry], partial: bo
     extra = [] if partial else sorted(set(saved) - set(wanted))
     if missing or extra:
         raise UserError(
-            "A checkpoint holds the entries of the state that it fills.",
+            "A checkpoint must have the entries of the state that it fills.",
             seen=f"not in the checkpoint: {_some(missing)}; not in the state: {_some(extra)}",
             where=str(folder),
             fix="resume with the model and optimizer that saved it, or use another run folder",
@@ -30,7 +30,7 @@ def check_fit(folder: Path, name: str, saved: dict, entry: Entry, resizable: dic
         asked = entry.describe()
         needed = "x".join(map(str, asked["shape"])), asked["dtype"], asked.get("names"), asked.get("key")
         return UserError(
-            "An entry of a checkpoint has its target's axes, lengths and dtype.",
+            "An entry of a checkpoint must have its target's axes, lengths and dtype.",
             seen=f"saved {_type(*stored)}, wanted {_type(*needed)}",
             where=f"{shown(name)} in {folder}",
             fix=fix,
@@ -46,7 +46,7 @@ def check_fit(folder: Path, name: str, saved: dict, entry: Entry, resizable: dic
     for i in differ:
         true_size = resizable.get(axes[i]) if axes else None
         if true_size is None or min(saved["shape"][i], entry.shape[i]) < true_size:
-            raise refuse("resume with the sizes that saved it; only the padding of a vocabulary may change")
+            raise refuse("resume with the sizes that saved it; only the padding of a vocabulary can change")
     return bool(differ)
 
 

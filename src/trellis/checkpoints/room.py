@@ -19,7 +19,7 @@ def explained(error: BaseException, folder: Path) -> BaseException:
     if not reason:
         return error
     told = NoRoom(
-        "The disk of a run has room for its checkpoints.",
+        "The disk must have room for the run's checkpoints.",
         seen=reason,
         where=str(folder),
         fix="free some space, then run the same command again; it continues after the last good checkpoint",

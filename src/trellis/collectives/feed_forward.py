@@ -26,8 +26,8 @@ def feed_forward(text: str, x, into: Sequence, out, between: Callable, *, ring: 
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 3 or "->" in text:
         raise RingError(
-            f"a feed-forward block has the types of x, of the weights into it, and out of it, got {len(parts)}, in "
-            f"feed_forward('{text}'): write 'batch/x embed/y, embed mlp/y, mlp/y embed'"
+            "a feed-forward block needs three types, of x, of the weights into it and of the weight out of it, got "
+            f"{len(parts)}, in feed_forward('{text}'): write 'batch/x embed/y, embed mlp/y, mlp/y embed'"
         )
     outer, inner, last = map(parse, parts)
     gathering, scattering = ring if isinstance(ring, tuple) else (ring, ring)

@@ -42,11 +42,11 @@ def gather_matmul(text: str, x, *weights, ring: Ring):
         RingError: the text is no such product, the mesh has no such axis, or a size does not divide.
     """
     call = _Call("gather_matmul", text, ring, (x, *weights))
-    name = call.sliced(call.x, "the ring gathers a name of the first operand")
+    name = call.sliced(call.x, "the ring's axis must slice a name of the first operand")
     if ring.axis in _axes_of(call.result, name) or (name in call.weight.names) == (name in call.result.names):
-        call.refuse(f"'{name}' is whole in the second operand or in the result", f"'{call.result}'", _GATHER)
+        call.refuse(f"'{name}' must be whole in either the second operand or the result", f"'{call.result}'", _GATHER)
     if ring.axis in _axes_of(call.weight, name):
-        call.refuse("the second operand holds the gathered name whole", f"'{call.weight}'", _GATHER)
+        call.refuse("the gathered name must be whole in the second operand", f"'{call.weight}'", _GATHER)
     if call.size == 1:
         found = call.plain()
     else:
@@ -70,7 +70,7 @@ def matmul_scatter(text: str, x, weight, *, ring: Ring):
     `gather_matmul`.
     """
     call = _Call("matmul_scatter", text, ring, (x, weight))
-    name = call.sliced(call.result, "the ring scatters a name of the result")
+    name = call.sliced(call.result, "the ring's axis must slice a name of the result")
     call.summed(name)
     if call.size == 1:
         return call.plain()[0]
@@ -78,7 +78,7 @@ def matmul_scatter(text: str, x, weight, *, ring: Ring):
     size = array.shape[owner.names.index(name)]
     if size % call.size:
         call.refuse(
-            f"the devices of the ring each get a slice of '{name}'",
+            f"'{name}' must be divisible by the number of devices in the ring",
             f"{name}={size} on {ring.axis}={call.size} devices",
             f"use a multiple of {call.size}",
         )
@@ -95,7 +95,9 @@ def matmul_reduce(text: str, x, weight, *, ring: Ring):
     """
     call = _Call("matmul_reduce", text, ring, (x, weight))
     if ring.axis in call.result.mesh_axes:
-        call.refuse("the result is whole along the ring", f"'{call.result}'", "use matmul_scatter for a sliced result")
+        call.refuse(
+            "the result cannot be sliced along the ring", f"'{call.result}'", "use matmul_scatter for a sliced result"
+        )
     call.summed(None)
     if call.size == 1:
         return call.plain()[0]
@@ -104,7 +106,7 @@ def matmul_reduce(text: str, x, weight, *, ring: Ring):
     name, size = next(((n, s) for n, s in zip(free, sizes, strict=True) if s % call.size == 0), (None, 0))
     if name is None:
         call.refuse(
-            "the devices of the ring each sum up a slice of the result",
+            "a dimension of the result must be divisible by the number of devices in the ring",
             f"{', '.join(f'{n}={s}' for n, s in zip(free, sizes, strict=True))} on {ring.axis}={call.size} devices",
             f"use a multiple of {call.size}",
         )
@@ -136,13 +138,13 @@ class _Call:
         self.ring, self.where = ring, f"{verb}('{text}', ring=Ring('{ring.axis}'))"
         lefts, result = parse_einsum(text)
         if len(lefts) != 2:
-            self.refuse("a ring multiplies two operands", f"{len(lefts)}", "write 'x, weight -> result'")
+            self.refuse("a product in a ring needs two operands", f"{len(lefts)}", "write 'x, weight -> result'")
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.manual_axes or partly_manual():
-            self.refuse("a ring runs in manual mode, with all mesh axes", "another mode", "call it inside shard_map")
+            self.refuse("a ring must run in manual mode over all mesh axes", "another mode", "call it inside shard_map")
         if ring.axis not in mesh.shape:
             self.refuse(
-                "a ring runs along an axis of the mesh",
+                "a ring must run along an axis of the mesh",
                 f"'{ring.axis}' where the mesh has {', '.join(mesh.axis_names)}",
                 f"use one of these, or add '{ring.axis}' to the mesh (size 1 will do)",
             )
@@ -150,7 +152,11 @@ class _Call:
         self.size = mesh.shape[ring.axis]
         for shape in (*lefts, result):
             if shape.pending or shape.ellipsis or len(set(shape.names)) != len(shape.names):
-                self.refuse("a ring multiplies settled arrays with all names", f"'{shape}'", "settle it, or name it")
+                self.refuse(
+                    "a product in a ring needs settled arrays with every dimension named once",
+                    f"'{shape}'",
+                    "settle it, or name it",
+                )
         for shape, array in zip((lefts[0], *[lefts[1]] * (len(arrays) - 1)), arrays, strict=True):
             bind_shape(shape, array, self.where, live())
         self.x, self.weight, self.result = lefts[0], lefts[1], result
@@ -170,7 +176,9 @@ class _Call:
             if self.ring.axis in dim.axes:
                 if len(dim.axes) > 1:
                     self.refuse(
-                        "a ring gathers a name that only its axis slices", f"'{dim}'", "gather the others first"
+                        "a name that travels in a ring must be sliced by the ring's axis alone",
+                        f"'{dim}'",
+                        "gather the other axes first",
                     )
                 return dim.name
         self.refuse(rule, f"'{shape}', which '{self.ring.axis}' does not slice", "write which name it slices")
@@ -179,14 +187,18 @@ class _Call:
         """The summed name is sliced over the ring in both operands; the scattered one is not."""
         summed = [d for d in self.x.dims if d.name not in self.result.names]
         if not any(self.ring.axis in dim.axes and dim in self.weight.dims for dim in summed):
-            self.refuse(f"'{self.ring.axis}' slices the summed name", f"'{self.x}' and '{self.weight}'", _SUM)
+            self.refuse(
+                f"'{self.ring.axis}' must slice the summed name in the same way in both operands",
+                f"'{self.x}' and '{self.weight}'",
+                _SUM,
+            )
         for shape in (self.x, self.weight):
             if scattered in shape.names and self.ring.axis in _axes_of(shape, scattered):
-                self.refuse(f"the operands hold '{scattered}' whole", f"'{shape}'", _SUM)
+                self.refuse(f"the operands must be whole in '{scattered}' along the ring", f"'{shape}'", _SUM)
 
     def first_free(self, shape: Shape) -> str | int:
         return next((n for n in shape.names if n in self.result.names), None) or self.refuse(
-            "the first operand has a name of its own", f"'{shape}'", "write 'batch in, in out -> batch out'"
+            "the first operand must share a name with the result", f"'{shape}'", "write 'batch in, in out -> batch out'"
         )
 
     def moved(self, name: str, size: int, shape: Shape) -> Moved:
@@ -197,13 +209,13 @@ class _Call:
         chunks = self.ring.chunks
         if chunks > size:
             self.refuse(
-                "a slice has at least one row for each of its chunks",
+                "a slice needs at least one row for each chunk",
                 f"{name}={size} on a device and chunks={chunks}",
                 f"use {size} chunks or fewer",
             )
         if size % chunks:
             self.refuse(
-                "the chunks of a slice are equal",
+                "a slice must split into equal chunks",
                 f"{name}={size} on a device and chunks={chunks}",
                 f"use {_nearest(size, chunks)} chunks, or a multiple of {chunks} rows",
             )

@@ -49,7 +49,7 @@ def whole(least: int | None = None, most: int = 2**31 - 1) -> Callable[[str], in
             raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
         if not (-most if least is None else least) <= value <= most:
             bounds = f"{most:,} at most" if least is None or value > most else f"{least} or more"
-            raise argparse.ArgumentTypeError(f"{text} is not within bounds, {bounds}")
+            raise argparse.ArgumentTypeError(f"{text} is out of bounds: use {bounds}")
         return value
 
     return parse

@@ -9,7 +9,9 @@ from trellis.commands.command import Command
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis compare`."""
     parser.add_argument("folders", metavar="RUN", nargs="+", help="the runs' folders")
-    parser.add_argument("--page", metavar="FILE.html", default="compare.html", help="the page (default: compare.html)")
+    parser.add_argument(
+        "--page", metavar="FILE.html", default="compare.html", help="the page to write (default: compare.html)"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -27,8 +29,8 @@ def execute(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     name="compare",
-    summary="runs side by side",
-    description="What differs in the files of runs, and their curves over steps, tokens and time: here and as a page.",
+    summary="compare runs side by side",
+    description="Shows how the files of runs differ, and their curves over steps, tokens and time, here and as a page.",
     arguments=arguments,
     execute=execute,
 )

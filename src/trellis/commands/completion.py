@@ -27,7 +27,7 @@ class Words:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis completion`."""
-    parser.add_argument("shell", choices=SHELLS, help="the shell that is to complete")
+    parser.add_argument("shell", choices=SHELLS, help="the shell that completes")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -103,7 +103,7 @@ def _fish(found: Mapping[str, Words]) -> str:
 
 COMMAND = Command(
     name="completion",
-    summary="words for a shell to complete",
+    summary="print the completions of a shell",
     description='Prints what makes a shell complete commands, options and fields: eval "$(trellis completion bash)".',
     arguments=arguments,
     execute=execute,

@@ -18,18 +18,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     inspect.add_argument("store", metavar="STORE")
     inspect.add_argument("--samples", type=whole(0), default=3, metavar="N", help="documents to show (default: 3)")
-    inspect.add_argument("--json", action="store_true", help="print an object instead")
+    inspect.add_argument("--json", action="store_true", help="print a JSON object instead")
     verify = actions.add_parser(
         "verify",
         help="find damaged chunks and the documents in them",
         description="Compare every chunk of a store with its checksum and name the documents "
-        "in those that are damaged. Exit code 2 if there are any.",
+        "in those that are damaged. The exit code is 2 if there are any.",
     )
     verify.add_argument("store", metavar="STORE")
     convert = actions.add_parser(
         "convert",
         help="write a store in another project's format",
-        description="Write a store in another project's format, or take one in.",
+        description="Write a store in another project's format, or import one.",
     )
     convert.add_argument("store", metavar="STORE")
     convert.add_argument("out", metavar="OUT")
@@ -103,8 +103,8 @@ def _verify(url: str) -> int:
 
 COMMAND = Command(
     name="data",
-    summary="look into token stores and check them",
-    description="Look into token stores and check them.",
+    summary="inspect, check and convert token stores",
+    description="Inspect, check and convert token stores.",
     arguments=arguments,
     execute=execute,
 )

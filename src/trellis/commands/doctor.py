@@ -34,7 +34,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.devices is not None:
         if args.devices < 1:
             seen, fix = f"devices={args.devices}", "use 1 or more, or leave it out"
-            raise UserError("A count is 1 or more.", seen=seen, where="--devices", fix=fix)
+            raise UserError("The number of devices must be 1 or more.", seen=seen, where="--devices", fix=fix)
         jax.config.update("jax_num_cpu_devices", args.devices)
     print(f"python           {platform.python_version()} at {sys.executable}")
     print(f"machine          {platform.system()} {platform.machine()}, {usable_cores()} cores")
@@ -133,8 +133,8 @@ def _version(name: str) -> str | None:
 
 COMMAND = Command(
     name="doctor",
-    summary="versions, devices, what is installed and what is missing",
-    description="Versions, devices, what is installed, what is missing and how to get it.",
+    summary="show versions, devices, and what is installed or missing",
+    description="Shows versions, devices, what is installed, and what is missing and how to install it.",
     arguments=arguments,
     execute=execute,
 )

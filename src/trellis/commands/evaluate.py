@@ -43,7 +43,7 @@ def execute(args: argparse.Namespace) -> int:
     try:
         assembled = assemble(run, devices)
     except UserError as error:  # the run is trained, and cannot be changed
-        fix = "use --devices 1, or as many as divide it"
+        fix = "use --devices 1, or a number that divides it"
         where = error.where if args.devices is None else "--devices"
         raise UserError(error.rule, seen=error.seen, where=where, fix=fix) from None
     state, step = restore_model(assembled, folder, step=chosen)
@@ -53,7 +53,7 @@ def execute(args: argparse.Namespace) -> int:
             "An evaluation needs validation text.",
             seen="a run without a validation store",
             where=args.folder,
-            fix="name one in the run's data, with `validation:`",
+            fix="name one in the run's data, as `validation:`",
         )
     with assembled.layout:
         evaluate = Evaluator(corpus.validation, assembled.options, assembled.batch_sharding)
@@ -88,13 +88,13 @@ def _words(used: int, reported: int, whole: int) -> str:
     """How many batches these figures are for, and the run's own figures, if that number differs."""
     of = lambda batches: f"all {batches}" if batches == whole else f"{batches} of {whole}"
     words = f"{of(used)} batches of validation text"
-    return words if used == reported else f"{words}; the run's own figures are of {of(reported)}"
+    return words if used == reported else f"{words}; the run's own figures are for {of(reported)}"
 
 
 COMMAND = Command(
     name="evaluate",
-    summary="loss, perplexity and bits per byte of a run",
-    description="Loss, perplexity and bits per byte of a run's newest checkpoint on its validation text.",
+    summary="measure the loss, perplexity and bits per byte of a run",
+    description="Measures loss, perplexity and bits per byte of a run's newest checkpoint on its validation text.",
     arguments=arguments,
     execute=execute,
 )

@@ -18,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="RUN", help="the run's folder")
     parser.add_argument("--to", required=True, metavar="DIR", help="the folder to write")
     parser.add_argument(
-        "--dtype", choices=tuple(DTYPE_NAMES), default="bfloat16", help="of weights (default: bfloat16)"
+        "--dtype", choices=tuple(DTYPE_NAMES), default="bfloat16", help="the dtype of the weights (default: bfloat16)"
     )
     parser.add_argument(
         "--positions",
@@ -47,7 +47,7 @@ def execute(args: argparse.Namespace) -> int:
     chosen = run.data.tokenizer
     tokenizer = tokenizer_of(run)
     if tokenizer is None:
-        print("without a tokenizer: the run's data holds none")
+        print("no tokenizer: the run's data has none")
     end = None if tokenizer is None else tokenizer.end_of_document
     step, read = checkpoint_reader(folder, run, assembled.abstract, step=at)
     more = {"bos_token_id": end, "eos_token_id": end}
@@ -73,7 +73,7 @@ def _positions(run: "Run", asked: int | None) -> int:
     if isinstance(scaling := getattr(run.model, "rope_scaling", None), YarnScaling):
         own = round(scaling.factor * scaling.original_context)
     if asked is not None and (asked < 1 or own not in (None, asked)):
-        rule = "A model whose positions are learned, or scaled by YaRN, says how many it has; others have 1 or more."
+        rule = "The number of positions must be 1 or more, or the model's own if it has learned positions or YaRN."
         seen = f"--positions {asked}" + ("" if own is None else f" of a model with {own}")
         raise UserError(rule, seen=seen, where="--positions", fix="leave it out" if own else "use 1 or more")
     return own or asked or run.data.sequence_length
@@ -81,11 +81,11 @@ def _positions(run: "Run", asked: int | None) -> int:
 
 COMMAND = Command(
     name="export",
-    summary="a run to a Hugging Face folder",
+    summary="export a run to a Hugging Face folder",
     description=(
         "Writes a run's model as a folder that `transformers` loads: config.json, safetensors and the tokenizer. "
-        "Weights are read and written one layer of a parameter at a time, whatever the size of the model. A model that "
-        "was imported for longer sequences than it is trained on keeps them by --positions."
+        "Weights are read and written one layer of a parameter at a time, however large the model is. A model that "
+        "was imported for longer sequences than it is trained on keeps them with --positions."
     ),
     arguments=arguments,
     execute=execute,

@@ -10,20 +10,25 @@ from trellis.errors import UserError
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis generate`."""
     parser.add_argument("folder", metavar="RUN", help="the run's folder")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with")
-    parser.add_argument("--tokens", type=whole(), default=200, metavar="N", help="new tokens, at most (default: 200)")
-    parser.add_argument("--samples", type=whole(), default=1, metavar="N", help="how many texts (default: 1)")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="the beginning of the text")
+    parser.add_argument("--tokens", type=whole(), default=200, metavar="N", help="the most new tokens (default: 200)")
+    parser.add_argument("--samples", type=whole(), default=1, metavar="N", help="the number of texts (default: 1)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default: 0.8)"
+        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the most likely token (default: 0.8)"
     )
-    parser.add_argument("--top-k", type=whole(), metavar="K", help="choose from the K likeliest tokens (default: all)")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="choose from the likeliest that hold this probability (default: all)"
+        "--top-k", type=whole(), metavar="K", help="choose from the K most likely tokens (default: all)"
     )
-    parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the choices (default: 0)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="choose from the most likely tokens of total probability P (default: all)",
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="the seed of the choices (default: 0)")
     parser.add_argument("--step", type=whole(), metavar="N", help="the checkpoint of this step (default: the newest)")
     parser.add_argument(
-        "--devices", type=whole(), default=1, metavar="N", help="devices that slice the model (default: 1)"
+        "--devices", type=whole(), default=1, metavar="N", help="devices to slice the model over (default: 1)"
     )
 
 
@@ -39,12 +44,12 @@ def execute(args: argparse.Namespace) -> int:
     for name in ("tokens", "samples", "devices"):
         if getattr(args, name) < 1:
             seen = f"{name}={getattr(args, name)}"
-            raise UserError("A count is 1 or more.", seen=seen, where=f"--{name}", fix="use 1 or more")
+            raise UserError("A count must be 1 or more.", seen=seen, where=f"--{name}", fix="use 1 or more")
     if args.temperature == 0:
         given = {"top-k": args.top_k, "top-p": args.top_p, "samples": args.samples if args.samples > 1 else None}
         for name, value in given.items():
             if value is not None:
-                rule = "With temperature 0 the likeliest token is taken, of all, and each text is the same."
+                rule = "With temperature 0, the most likely of all tokens is taken, and all texts are the same."
                 seen, fix = f"{name}={value}, temperature=0: it has no effect", "leave it out, or use --temperature 0.8"
                 raise UserError(rule, seen=seen, where=f"--{name}", fix=fix)
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
@@ -61,11 +66,11 @@ def execute(args: argparse.Namespace) -> int:
     tokenizer = tokenizer_of(run)
     if tokenizer is None:
         raise UserError(
-            "Text needs a tokenizer.",
+            "Generating text needs a tokenizer.",
             seen="a token store without one" if run.data.tokenizer is None else f"none in {run.data.tokenizer}",
             where=str(folder / "run.yaml"),
-            fix="name a tokenizer.json there, at data.tokenizer"
-            + ("" if run.data.tokenizer is None else ", or put the model's own into that folder"),
+            fix="set data.tokenizer there to a tokenizer.json"
+            + ("" if run.data.tokenizer is None else ", or put the model's own in that folder"),
         )
     state, _ = restore_model(assembled, folder, step=step)
     how = {"new_tokens": args.tokens, "sampling": sampling, "seed": args.seed, "count": args.samples}
@@ -77,8 +82,8 @@ def execute(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     name="generate",
-    summary="samples from a run",
-    description="Continues a text with a run's newest checkpoint. Without a prompt it begins a document.",
+    summary="generate text from a run",
+    description="Continues a text with a run's newest checkpoint. Without a prompt, it begins a document.",
     arguments=arguments,
     execute=execute,
 )

@@ -39,8 +39,10 @@ def execute(args: argparse.Namespace) -> int:
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=str(theirs.resolve())))
     devices = find_devices(run)
     if (folder / "run.yaml").exists():
-        fix = "give another --to, or remove what is there"
-        raise UserError("An import makes a new run.", seen="a run", where=str(folder), fix=fix)
+        fix = "use another --to, or remove what is there"
+        raise UserError(
+            "The folder of an import cannot already contain a run.", seen="a run", where=str(folder), fix=fix
+        )
     assembled = assemble(run, devices)
     state = _first_state(assembled, source)
     claim(folder, run)
@@ -51,12 +53,12 @@ def execute(args: argparse.Namespace) -> int:
     count = sum(leaf.size for leaf in jax.tree.leaves(state.model))
     print(f"{source.hub['model_type']} of {count:,} parameters\nfolder   {folder}")
     if source.left_out:
-        print(f"left out {source.left_out} tensors of layers that predict further tokens than the next")
+        print(f"left out {source.left_out} tensors of layers that predict tokens after the next one")
     if unknown and not whole:
-        print(f"without a tokenizer: there is no tokenizer.json; the model's own is to lie in {theirs}")
+        print(f"no tokenizer: there is no tokenizer.json; put the model's own in {theirs}")
     ids = getattr(run.data.source, "vocab", 0)
     if ids > run.model.vocab:
-        print(f"without text: the recipe's has {ids:,} token ids, and the model {run.model.vocab:,}")
+        print(f"no text: that of the recipe has {ids:,} token ids, and the model {run.model.vocab:,}")
         print("to train or evaluate it, import with --data.source store --data.source.path STORE")
     return 0
 
@@ -65,10 +67,10 @@ def _check_options(args: argparse.Namespace, whole: bool) -> None:
     """Refuses options for what the folder determines: the model, and its tokenizer if it has one."""
     fix = "leave it out"
     for name in sorted(name for name in args.given if name.startswith("model.")):
-        rule = "A model that is imported is its folder's."
+        rule = "The model of an import is that of its folder and cannot be changed."
         raise UserError(rule, seen=f"{args.source}: it has no effect", where=f"--{name}", fix=fix)
     if whole and (other := args.run.data.tokenizer) is not None:
-        rule = "A model that is imported has the tokenizer of its folder."
+        rule = "An imported model must use the tokenizer of its folder."
         raise UserError(rule, seen=f"{other}, beside {args.source}/tokenizer.json", where="data.tokenizer", fix=fix)
 
 
@@ -94,10 +96,10 @@ def _first_state(assembled: Any, source: Any) -> Any:
 
 COMMAND = Command(
     name="import",
-    summary="a Hugging Face folder to a run",
+    summary="import a Hugging Face folder as a run",
     description=(
-        "Makes a run of a Hugging Face folder: its model and tokenizer, at step 0 of a recipe (default: starter). "
-        "`trellis generate`, `evaluate` and `train` take it from there. To train it further, name data that its own "
+        "Makes a run from a Hugging Face folder: its model and tokenizer, at step 0 of a recipe (default: starter). "
+        "`trellis generate`, `evaluate` and `train` continue from there. To train it further, name data that its own "
         "tokenizer made: --data.source store --data.source.path STORE."
     ),
     arguments=arguments,

@@ -80,10 +80,10 @@ def _main(arguments: list[str]) -> int:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
         told = UserError(
-            "Files that a command needs can be read, and those that it makes can be written.",
+            "A command must be able to read its input files and write its output files.",
             seen=error.strerror,
-            where="what it prints" if error.filename is None else f"{error.filename!s:.200}",
-            fix="give another path, or make room and permission there",
+            where="standard output" if error.filename is None else f"{error.filename!s:.200}",
+            fix="use another path, or free space or change permissions there",
         )
         print(f"trellis: {told}", file=sys.stderr)
         return told.exit_code
@@ -93,10 +93,10 @@ def _main(arguments: list[str]) -> int:
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         told = UserError(
-            "What a command computes fits into the memory of its devices.",
+            "The work of a command must fit in the memory of its devices.",
             seen=f"{str(error).splitlines()[0]:.300}" if str(error) else "no memory left on this machine",
             where=f"trellis {arguments[0]}",
-            fix="ask for less at a time, a smaller batch or fewer tokens and samples, or use more --devices",
+            fix="use a smaller batch, fewer tokens or samples, or more --devices",
         )
         print(f"trellis: {told}", file=sys.stderr)
         return told.exit_code
@@ -112,7 +112,7 @@ def _run(name: str, arguments: list[str]) -> int:
     known = commands()
     if name not in known:
         fix = did_you_mean(name, known)
-        raise UserError("`trellis` is followed by a command.", seen=f"`{name}`", where="trellis", fix=fix)
+        raise UserError("`trellis` needs the name of a command.", seen=f"`{name}`", where="trellis", fix=fix)
     command = known[name]
     parser = _Parser(prog=f"trellis {name}", description=command.about, allow_abbrev=False)
     if command.recipe is not None:
@@ -133,7 +133,9 @@ def _run(name: str, arguments: list[str]) -> int:
         known_options = [option[2:] for option in parser.options() if option.startswith("--")]
         fix = did_you_mean(unknown[0][2:], known_options, shown="--{}")
         fix = fix if unknown[0].startswith("--") else f"leave it out, or see `{parser.prog} --help`"
-        raise UserError(f"`trellis {name}` knows its words and options.", seen=unknown[0], where=parser.prog, fix=fix)
+        raise UserError(
+            f"`trellis {name}` has no such argument or option.", seen=unknown[0], where=parser.prog, fix=fix
+        )
     if command.recipe is not None:
         _refuse_other_names(parser, overrides)
         loaded = _load(args.recipe, overrides, parser.prog)
@@ -153,7 +155,7 @@ class _Parser(argparse.ArgumentParser):
     """Errors in four parts, raised instead of printed; subparsers too."""
 
     def error(self, message: str) -> NoReturn:
-        rule = "A command's words and options are complete and of their types."
+        rule = "The arguments and options of a command must be complete and valid."
         raise UserError(rule, seen=message, where=self.prog, fix=f"see `{self.prog} --help`")
 
     def options(self) -> dict[str, argparse.Action]:
@@ -187,7 +189,7 @@ def _refuse_other_names(parser: _Parser, overrides: dict[str, str]) -> None:
 
     for name in overrides:
         if f"--{ours(name)}" in parser.options():
-            rule, fix = f"`{parser.prog}` knows its words and options.", f"here it is called --{ours(name)}"
+            rule, fix = f"`{parser.prog}` has no such argument or option.", f"here it is called --{ours(name)}"
             raise UserError(rule, seen=f"--{name}", where=parser.prog, fix=fix)
 
 
@@ -195,8 +197,8 @@ def _load(target: str, overrides: dict[str, str], prog: str) -> "Loaded":
     from trellis.recipes.load import RECIPES, load
 
     if not target:
-        fix = f"{prog} RECIPE, one of: {', '.join(RECIPES)}; or a YAML file"
-        raise UserError(f"`{prog}` is about a run.", seen="no recipe", where=prog, fix=fix)
+        fix = f"use {prog} RECIPE, one of: {', '.join(RECIPES)}; or a YAML file"
+        raise UserError(f"`{prog}` needs a run.", seen="no recipe", where=prog, fix=fix)
     return load(target, overrides)
 
 

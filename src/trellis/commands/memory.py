@@ -11,10 +11,10 @@ from trellis.errors import UserError
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `trellis memory`."""
-    parser.add_argument("--on", metavar="TARGET", help="hardware that is not here; this machine's devices if not given")
-    parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the form of the built-in table")
-    parser.add_argument("--svg", metavar="FILE.svg", help="write a picture too: an area for each named buffer")
-    parser.add_argument("--json", action="store_true", help="as JSON on stdout")
+    parser.add_argument("--on", metavar="TARGET", help="hardware that is not here (default: this machine's devices)")
+    parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the format of the built-in table")
+    parser.add_argument("--svg", metavar="FILE.svg", help="also write a picture, with an area for each named buffer")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def _hardware(args: argparse.Namespace):
     from trellis.train.devices import find_devices
 
     if args.hardware:
-        rule, fix = "Chips are described for a target.", "name one with --on, or leave it out"
+        rule, fix = "`--hardware` needs a target.", "name one with --on, or leave it out"
         raise UserError(rule, seen=f"--hardware {args.hardware} without --on", where="--hardware", fix=fix)
     devices = find_devices(args.run)
     return local_target(devices), devices
@@ -69,7 +69,7 @@ def _hardware(args: argparse.Namespace):
 
 COMMAND = Command(
     name="memory",
-    summary="what each device holds, by kind",
+    summary="show what each device holds, by kind",
     arguments=arguments,
     execute=execute,
     recipe="",

@@ -25,39 +25,45 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--on", required=True, metavar="TARGET", help="v5e:16x16, v5p:4x4x8, 2xv5e:16x16, 8xH100, 4x8xH100"
     )
     parser.add_argument(
-        "--compile", action="store_true", help="ask the hardware's compiler (minutes; needs no hardware)"
+        "--compile", action="store_true", help="use the hardware's own compiler (takes minutes; needs no hardware)"
     )
     parser.add_argument(
         "--search", action="store_true", help="try meshes, layouts, microbatches and checkpoint policies"
     )
     parser.add_argument(
-        "--top", type=whole(), metavar="N", help="with --search --compile: how many to compile; 3 if not given"
+        "--top", type=whole(), metavar="N", help="with --search --compile: how many to compile (default: 3)"
     )
     parser.add_argument(
-        "--price", type=float, metavar="DOLLARS", help="for one device and hour: adds the price of tokens"
+        "--price", type=float, metavar="DOLLARS", help="the price of a device for an hour; adds the price of tokens"
     )
     parser.add_argument(
         "--load", type=float, default=1.0, metavar="TIMES",
-        help="of experts: rows that the fullest device gets, in those of an even load; 1 if not given",
+        help="of experts: rows of the fullest device, relative to an even load (default: 1)",
     )  # fmt: skip
-    parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the form of the built-in table")
+    parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the format of the built-in table")
     parser.add_argument(
-        "--page", metavar="FILE.html", nargs="?", const="plan.html", help="write a page too; plan.html if no value"
+        "--page",
+        metavar="FILE.html",
+        nargs="?",
+        const="plan.html",
+        help="also write a page; plan.html if no file is named",
     )
     parser.add_argument(
         "--costs", metavar="FOLDER",
-        help="with --compile, for GPUs: schedule the step by its estimates; says the option to train with",
+        help="with --compile, for GPUs: schedule the step by its estimates, and print the option to train with",
     )  # fmt: skip
-    parser.add_argument("--save", metavar="FILE", help="with --compile: keep what the compiler made, for --against")
+    parser.add_argument("--save", metavar="FILE", help="with --compile: save what the compiler made, for --against")
     parser.add_argument(
-        "--against", metavar="FILE", help="with --compile: what is slower or larger or moves more than in a saved plan"
+        "--against",
+        metavar="FILE",
+        help="with --compile: show what is slower, larger or moves more than in a saved plan",
     )
     parser.add_argument(
         "--bound", type=float, metavar="PERCENT",
-        help="with --against: worse by more ends with exit code 3; 2 if not given",
+        help="with --against: exit with code 3 if anything is worse by more (default: 2)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
-    parser.add_argument("--formulas", action="store_true", help="how each time comes about, with its numbers")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--formulas", action="store_true", help="show how each time is computed, with its numbers")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -95,7 +101,7 @@ def execute(args: argparse.Namespace) -> int:
         if not args.search:  # the search looks for settings that do divide
             raise
         run, written = run.phases()[-1].run, args.run.phases()[-1].run
-        print(f"the run as it is cannot be planned: {error}\n", file=sys.stderr)
+        print(f"the run cannot be planned as it is: {error}\n", file=sys.stderr)
     if plan is not None:
         out["plan"] = as_json(plan)
         ways = [] if plan.fits else ways_to_fit(run, lambda r: quick_plan(r, where, **assumed), most=2, plan=plan)
@@ -155,18 +161,20 @@ def _before(args: argparse.Namespace) -> Any:
 
     for option in ("save", "against", "costs"):
         if getattr(args, option) and (args.search or not args.compile):
-            rule = "Plans that were compiled are saved, held against each other, and scheduled anew."
+            rule = "Only a compiled plan can be saved, compared with a saved one, or scheduled by costs."
             seen = f"--{option} with --search" if args.search else f"--{option} without --compile"
             raise UserError(rule, seen=seen, where=f"--{option}", fix="use --compile, without --search")
     if args.bound is not None and not args.against:
-        rule = "A bound is of what differs from a saved plan."
+        rule = "`--bound` needs a saved plan to compare with."
         raise UserError(rule, seen="no --against", where="--bound", fix="use --compile --against FILE")
     if args.top is not None and not (args.search and args.compile and args.top > 0):
-        rule = "A search compiles the best that it found, one or more."
+        rule = "`--top` must be 1 or more, and needs a search that compiles."
         seen = f"--top {args.top}" + ("" if args.search and args.compile else " without --search --compile")
         raise UserError(rule, seen=seen, where="--top", fix="use --search --compile --top 3")
     if args.bound is not None and not 0 <= args.bound < math.inf:
-        raise UserError("A bound is a percentage.", seen=args.bound, where="--bound", fix="use --bound 2")
+        raise UserError(
+            "`--bound` must be a percentage, 0 or more.", seen=args.bound, where="--bound", fix="use --bound 2"
+        )
     return read_plan(Path(args.against)) if args.against else None
 
 
@@ -186,21 +194,23 @@ def _held(args: argparse.Namespace, run: Any, plan: Any, verdict: Any, before: A
 
 def _price(price: float | None) -> float | None:
     if price is not None and not 0 < price < math.inf:
-        raise UserError("A price is a positive number of dollars.", seen=price, where="--price", fix="use --price 1.20")
+        raise UserError(
+            "`--price` must be a positive number of dollars.", seen=price, where="--price", fix="use --price 1.20"
+        )
     return price
 
 
 def _load(load: float, run: "Run", where: "Target", search: bool) -> float:
     """The value of `--load`, if it is possible. A search looks at several numbers of devices for experts."""
     if not 1 <= load < math.inf:
-        rule = "The fullest device has at least the rows of an even load."
-        raise UserError(rule, seen=load, where="--load", fix="use 1 for an even load, 1.5 for half as many more")
+        rule = "`--load` must be 1 or more: the fullest device has at least an even load."
+        raise UserError(rule, seen=load, where="--load", fix="use 1 for an even load, 1.5 for half as many rows more")
     if load == 1 or (search and run.model.experts > 1):
         return load
     sizes, (_, compute) = run.mesh.resolve(where.num_devices), run.layout.maps()
     devices = math.prod(sizes[axis] for axis in compute.get("experts", ())) if run.model.experts > 1 else 1
     if load > devices:
-        rule = "The fullest of the devices that experts are sliced over has all rows at most."
+        rule = "`--load` cannot exceed the number of devices that experts are sliced over."
         fix = f"use --load {devices} or less" if devices > 1 else "leave it out"
         fix += ", or use --mesh.expert 8" if devices == 1 < run.model.experts else ""
         experts = "no experts" if run.model.experts == 1 else f"experts over {devices} device{'s' * (devices > 1)}"
@@ -233,7 +243,7 @@ def _compiled_json(verdict) -> dict:
 
 COMMAND = Command(
     name="plan",
-    summary="memory, communication and time on hardware that is not here",
+    summary="plan memory, communication and time on hardware that is not here",
     arguments=arguments,
     execute=execute,
     recipe="",

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `trellis prove`."""
     parser.add_argument(
-        "--on", required=True, metavar="TARGET", help="v5e:2x2, v5p:2x2x2, 8xH100: the smallest that has the mesh"
+        "--on", required=True, metavar="TARGET", help="v5e:2x2, v5p:2x2x2, 8xH100: the smallest that fits the mesh"
     )
-    parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the form of the built-in table")
-    parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of all numbers")
+    parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the format of the built-in table")
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="the seed of all numbers (default: 0)")
     parser.add_argument(
-        "--no-reason", action="store_true", help="do not look for what made it wrong, where it is; saves a minute"
+        "--no-reason", action="store_true", help="do not look for the cause if the program is wrong; saves a minute"
     )
     parser.add_argument(
         "--programs",
         metavar="DIR",
-        help="write the compiled program, and where it is wrong the ones around the mistake",
+        help="write the compiled program and, if it is wrong, the ones around the mistake",
     )
-    parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def _write(proof: "Proof", folder: Path) -> None:
 
 COMMAND = Command(
     name="prove",
-    summary="the step compiled for hardware that is not here, executed here, held against one device",
+    summary="compare a step compiled for other hardware with one device, by executing it here",
     arguments=arguments,
     execute=execute,
     recipe="",

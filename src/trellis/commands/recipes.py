@@ -27,8 +27,8 @@ def execute(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     name="recipes",
-    summary="the recipes there are, or one of them in full",
-    description="Lists the recipes, or prints one in full: a file that `trellis train FILE.yaml` takes.",
+    summary="list the recipes, or print one in full",
+    description="Lists the recipes, or prints one in full, as a file for `trellis train FILE.yaml`.",
     arguments=arguments,
     execute=execute,
 )

@@ -21,8 +21,8 @@ def execute(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     name="report",
-    summary="one self-contained HTML page about a run",
-    description="Writes the page of a run: report.html in its folder. Works while the run trains, too.",
+    summary="write one self-contained HTML page about a run",
+    description="Writes the page of a run: report.html in its folder. It can be written while the run trains, too.",
     arguments=arguments,
     execute=execute,
 )

@@ -16,7 +16,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="FILES",
         help="files, folders or patterns, local or s3://, gs://, hf://, https://; or "
-        "dataset:NAME[@SPLIT], a dataset of Hugging Face",
+        "dataset:NAME[@SPLIT], a Hugging Face dataset",
     )
     parser.add_argument("--out", required=True, metavar="STORE", help="the store's folder, local or a URL")
     kind = parser.add_mutually_exclusive_group(required=True)
@@ -29,9 +29,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="train the BPE on about N bytes of documents, spread evenly (default: 256 MiB)",
     )
-    parser.add_argument("--end-of-document", metavar="TEXT", help="the tokenizer's token that ends a document")
+    parser.add_argument("--end-of-document", metavar="TEXT", help="the tokenizer's end-of-document token")
     parser.add_argument("--format", choices=FORMATS, help="the format of all files (default: by their names)")
-    parser.add_argument("--field", help="the field that holds the text (default: text); a.b goes into objects")
+    parser.add_argument("--field", help="the field with the text (default: text); a.b names a field of an object")
     parser.add_argument(
         "--separator",
         help=r"for text files, what divides documents, such as '\n' or "
@@ -51,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="fail",
         help="what to do with a document that cannot be read (default: fail)",
     )
-    parser.add_argument("--workers", help="worker processes, or ray (default: one a core)")
+    parser.add_argument("--workers", help="worker processes, or ray (default: one per core)")
     parser.add_argument(
         "--chunk-tokens",
         type=whole(),
@@ -68,7 +68,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.data.tokenizing.tokenize import TRAIN_BYTES, tokenize
 
     if args.train_bytes is not None and args.train_bpe is None:
-        raise _unheeded("train-bytes", args.train_bytes, "a tokenizer that is there", "use --train-bpe N")
+        raise _unheeded("train-bytes", args.train_bytes, "an existing tokenizer", "use --train-bpe N")
     store = tokenize(
         _source(args),
         args.out,
@@ -112,7 +112,7 @@ def _source(args):
     if any(file.startswith("dataset:") for file in args.files):
         if len(args.files) > 1:
             raise UserError(
-                "A dataset of Hugging Face is tokenized by itself.",
+                "A Hugging Face dataset must be tokenized on its own.",
                 seen=" ".join(args.files),
                 where="FILES",
                 fix="tokenize each into a store of its own, and mix them in training",
@@ -130,13 +130,15 @@ def _unescaped(text: str) -> str:
     try:
         return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
     except UnicodeDecodeError as error:
-        rule, fix = "A separator is text with escapes as in Python.", r"write \\ for a backslash"
+        rule, fix = "A separator must be text with valid Python escapes.", r"write \\ for a backslash"
         raise UserError(rule, seen=f"`{text}`: {error.reason}", where="--separator", fix=fix) from None
 
 
 def _unheeded(name: str, value: object, of: str, fix: str) -> UserError:
-    rule = "An option of `trellis tokenize` is for what it reads."
-    return UserError(rule, seen=f"{value}, of {of}: it has no effect", where=f"--{name}", fix=f"{fix}, or leave it out")
+    rule = "An option of `trellis tokenize` must apply to the inputs and the tokenizer."
+    return UserError(
+        rule, seen=f"{value}, for {of}: it has no effect", where=f"--{name}", fix=f"{fix}, or leave it out"
+    )
 
 
 def _workers(text):
@@ -146,7 +148,7 @@ def _workers(text):
         return int(text)
     except ValueError as error:
         raise UserError(
-            "Workers are a number of processes, or a Ray cluster.",
+            "Workers must be a number of processes, or a Ray cluster.",
             seen=text,
             where="--workers",
             fix="use 0 (this process), a number, or ray",
@@ -155,10 +157,10 @@ def _workers(text):
 
 COMMAND = Command(
     name="tokenize",
-    summary="any corpus to a token store",
+    summary="turn any corpus into a token store",
     description=(
-        "Any corpus to a token store. Interrupted and started again, it continues where it was. "
-        "Without FILES it tokenizes the sources of Python's standard library."
+        "Turns any corpus into a token store. If it is interrupted, the same command continues where it left off. "
+        "Without FILES, it tokenizes the sources of Python's standard library."
     ),
     arguments=arguments,
     execute=execute,

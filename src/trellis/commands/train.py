@@ -55,24 +55,24 @@ def execute(args: argparse.Namespace) -> int:
     devices = find_devices(run)  # the first look at the devices, which fixes how many a CPU has
     if args.run_dir is None and resumed is None and jax.process_count() > 1:
         raise UserError(
-            "The processes of a run share its folder.",
+            "All processes of a run must use the same folder.",
             seen=f"{jax.process_count()} processes and no --run-dir",
             where="trellis train",
-            fix="add --run-dir DIR, a folder that all of them see",
+            fix="add --run-dir DIR, a folder that all of them can see",
         )
     if "://" in (args.run_dir or ""):
         raise UserError(
-            "A run's folder lies in a file system.",
+            "A run's folder must be in a file system.",
             seen=args.run_dir,
             where="--run-dir",
-            fix="mount the bucket (gcsfuse, s3fs) and give the folder; token stores may be URLs",
+            fix="mount the bucket (gcsfuse, s3fs) and use its folder; only token stores can be URLs",
         )
     if args.until is not None and args.until < 0:
-        fix = "use --until 0 for the first checkpoint alone"
-        raise UserError("A run pauses after some steps, or none.", seen=args.until, where="--until", fix=fix)
+        fix = "use --until 0 for the first checkpoint only"
+        raise UserError("`--until` must be 0 or more.", seen=args.until, where="--until", fix=fix)
     if args.until is not None and args.until > run.steps:
         raise UserError(
-            "A run pauses before its end.",
+            "A run cannot pause after its end.",
             seen=f"--until {args.until}, steps {run.steps}",
             where="--until",
             fix=f"leave it out, or use --steps {args.until} for more steps",
@@ -103,7 +103,7 @@ def execute(args: argparse.Namespace) -> int:
                     _report(folder)
         if is_first() and (code or args.until is not None) and done() < run.steps:
             word = "stopped" if code else "paused"  # by a signal, or by request
-            print(f"{word:<8} after step {done()}; `{called()} train {shlex.quote(str(folder))}` goes on")
+            print(f"{word:<8} after step {done()}; `{called()} train {shlex.quote(str(folder))}` resumes it")
         elif code == 0 and is_first():
             print(_NEXT.format(trellis=called(), folder=shlex.quote(str(folder))))
         return code
@@ -127,8 +127,8 @@ def _other_rate(before: "Run", run: "Run", done: int) -> str:
     was, now = (float(learning_rates(run.schedule, peak, steps)(done)) for steps in (before.steps, run.steps))
     if was == now:
         return ""
-    rates = f"in step {done + 1} {now:.3g}, where it would have been {was:.3g}"
-    return f"steps    {before.steps:,} -> {run.steps:,}: the learning rate goes by these, {rates}"
+    rates = f"with a learning rate in step {done + 1} of {now:.3g} instead of {was:.3g}"
+    return f"steps    {before.steps:,} -> {run.steps:,}: the schedule follows the new number, {rates}"
 
 
 def _other_parts(before: "Run", run: "Run") -> str:
@@ -138,19 +138,19 @@ def _other_parts(before: "Run", run: "Run") -> str:
     parts = lambda run: (run.parts, run.mesh.stage, run.layout.pipeline_microbatches)
     if not dropout(run.model) or parts(before) == parts(run):
         return ""
-    return "dropout  is drawn for each part of a batch, and the parts are others from here on: so is what is dropped"
+    return "dropout  is drawn for each part of a batch: the parts differ from here on, and so does what is dropped"
 
 
 # Three things to do after a run has ended.
-_NEXT = """next     {trellis} generate {folder} --prompt "def "    more text, from a beginning of yours
-         {trellis} compare {folder} OTHER_RUN    beside a run with another model, rate or batch
-         {trellis} tokenize texts/*.txt --out stores/mine --train-bpe 4096    your own text, for a run of your own"""
+_NEXT = """next     {trellis} generate {folder} --prompt "def "    more text, from your own prompt
+         {trellis} compare {folder} OTHER_RUN    beside a run with another model, learning rate or batch
+         {trellis} tokenize texts/*.txt --out stores/mine --train-bpe 4096    your own text, to train on"""
 
-_WITHOUT_VALIDATION = """text     all is trained on: whether the model learns more than its text is not measured
-         For that tokenize a part of it by itself, and name that store in the run's data, as validation:
+_WITHOUT_VALIDATION = """text     all of it is trained on, so there is no validation loss
+         To measure one, tokenize a held-out part on its own, and name that store in the run's data, as validation:
          trellis tokenize HELD_OUT --out stores/validation --tokenizer STORE"""
 
-_WITHOUT_TOKENIZER = "samples  none: the text's store has no tokenizer; --data.tokenizer tokenizer.json names one"
+_WITHOUT_TOKENIZER = "samples  none: the token store has no tokenizer; set one with --data.tokenizer tokenizer.json"
 
 
 def _report(folder: Path) -> None:
@@ -244,7 +244,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     work, check = work_of(assembled), StructureCheck(assembled, ledger, folder)
     pace = expected_pace(assembled, work)
     if worth_a_trial(assembled, pace, run.steps if until is None else until):
-        print("tries    a few steps on made-up tokens, to say how long the run takes", flush=True)
+        print("tries    a few steps on made-up tokens, to estimate how long the run takes", flush=True)
         pace = tried_pace(assembled)
     with assembled.layout:
         told = {"compiled": check, "first_collective": _first(ledger)}

@@ -10,12 +10,17 @@ from trellis.errors import UserError
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis watch`."""
     parser.add_argument("folder", metavar="RUN", help="the run's folder")
-    parser.add_argument("--port", type=whole(), default=8321, metavar="N", help="0 takes a free one (default: 8321)")
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="0.0.0.0 shows it to the network (default: this machine)"
+        "--port", type=whole(), default=8321, metavar="N", help="the port; 0 takes a free one (default: 8321)"
     )
     parser.add_argument(
-        "--every", type=whole(), default=10, metavar="SECONDS", help="a page is read anew (default: 10)"
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="0.0.0.0 makes it visible on the network (default: this machine only)",
+    )
+    parser.add_argument(
+        "--every", type=whole(), default=10, metavar="SECONDS", help="how often the page reloads (default: 10)"
     )
 
 
@@ -25,7 +30,7 @@ def execute(args: argparse.Namespace) -> int:
 
     for name, value, least, most in (("port", args.port, 0, 65535), ("every", args.every, 1, 86400)):
         if not least <= value <= most:
-            rule = f"`--{name}` is from {least} to {most}."
+            rule = f"`--{name}` must be from {least} to {most}."
             raise UserError(rule, seen=value, where=f"--{name}", fix="leave it out")
     server = serve(Path(args.folder), host=args.host, port=args.port, every=args.every)
     port = server.server_address[1]
@@ -44,8 +49,8 @@ def execute(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     name="watch",
-    summary="the page of a run while it trains, in a browser",
-    description="Serves the page of a run, read anew while it trains; from another machine through ssh.",
+    summary="show the page of a run in a browser while it trains",
+    description="Serves the page of a run, which reloads while it trains; other machines can use ssh.",
     arguments=arguments,
     execute=execute,
 )

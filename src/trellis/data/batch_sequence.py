@@ -27,7 +27,7 @@ class Rows:
         self.store, self._seed, self._shuffle = store, seed, shuffle
         if len(lengths) > 1 and packing != "chunk":
             raise UserError(
-                "Sequences of several lengths are cut from the same rows, which packed documents are not.",
+                "Several sequence lengths need concatenated documents: all lengths are cut from the same rows.",
                 seen=f"packing {packing}, lengths {', '.join(map(str, lengths))}",
                 where="packing",
                 fix="concatenate documents, or use one sequence length",
@@ -114,7 +114,7 @@ class Batches:
         self.sizes, self._pad_last = BatchSizes(batch_size, sequence_length), pad_last
         self._mask_documents = mask_documents
         if max_epochs is not None and max_epochs < 1:
-            raise UserError("Data is read at least once.", seen=max_epochs, where="max_epochs", fix="use 1 or more")
+            raise UserError("`max_epochs` must be 1 or more.", seen=max_epochs, where="max_epochs", fix="use 1 or more")
         options: dict[str, Any] = {"packing": packing, "shuffle": shuffle}
         if isinstance(shuffle, bool):
             options["shuffle"] = Shuffle() if shuffle else None
@@ -172,12 +172,12 @@ class Batches:
         """For a batch: the length of its rows, which of them exist, their positions, and which pieces of these."""
         if not isinstance(step, (int, np.integer)):
             raise UserError(
-                "Steps are counted in whole numbers.", seen=repr(step), where="batch", fix="use int(step), from 0 on"
+                "A step must be a whole number.", seen=repr(step), where="batch", fix="use int(step), from 0 on"
             )
         last = self.num_steps
         if step < 0 or (last is not None and step >= last):
             raise UserError(
-                "The data lasts for all steps of a run.",
+                "The data must last for all steps of the run.",
                 seen=f"step {step}, data for {last}",
                 where="batches",
                 fix="train for fewer steps, or allow more epochs",

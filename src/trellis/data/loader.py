@@ -104,10 +104,10 @@ def sharded(batches: Batches, step: int, sharding) -> Batch:
     except ValueError as error:
         axes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
         raise UserError(
-            "The rows of a batch divide evenly over the devices.",
+            "A batch must split evenly over the devices.",
             seen=f"{shape[0]} rows of {shape[1]} tokens, sharded {tuple(sharding.spec)} over {axes}",
             where=f"the batch of step {step}",
-            fix="choose a batch_size and a sequence_length that the mesh divides",
+            fix="choose a batch_size and a sequence_length that the mesh axes divide",
         ) from error
     read = rows_here(batches, step, sharding, shape)
 

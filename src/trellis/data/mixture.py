@@ -48,7 +48,7 @@ class Mixture:
         steps = [step for step, _ in self.schedule]
         if not steps or steps[0] != 0 or steps != sorted(set(steps)):
             raise UserError(
-                "Weights are given from step 0 on, in rising order of steps.",
+                "Weights must be listed in order of their steps, starting at step 0.",
                 seen=f"steps {steps}",
                 where="Mixture.weights",
                 fix="begin with (0, weights)",
@@ -57,21 +57,21 @@ class Mixture:
             known = not set(weights) - set(self.stores)
             if not (known and all(map(_is_weight, weights.values())) and sum(weights.values())):
                 raise UserError(
-                    "Weights are numbers for known sources, none negative, not all zero.",
+                    "Weights must be for known sources, with none negative and not all zero.",
                     seen=f"{dict(weights)} of {', '.join(self.stores)}",
                     where=f"Mixture.weights from step {step}",
                     fix="name each source of `stores` with a weight",
                 )
         if unread := [name for name in self.stores if not any(name in weights for _, weights in self.schedule)]:
             raise UserError(
-                "Every source of a mixture has a weight at some step.",
+                "Every source of a mixture needs a weight at some step.",
                 seen=f"none for {', '.join(unread)}",
                 where="Mixture.weights",
-                fix="give it one, or leave it out of `stores`; a weight of 0 reads nothing of it",
+                fix="give it one, or leave it out of `stores`; with a weight of 0, none of it is read",
             )
         if set(self.max_epochs) - set(self.stores):
             raise UserError(
-                "Limits are for known sources.",
+                "`max_epochs` can only name sources of the mixture.",
                 seen=", ".join(sorted(set(self.max_epochs) - set(self.stores))),
                 where="Mixture.max_epochs",
                 fix="use one of " + ", ".join(self.stores),
@@ -83,14 +83,14 @@ class Mixture:
         }
         if len(set(made_by.values())) > 1:
             raise UserError(
-                "The stores of a mixture were made by one tokenizer.",
+                "All stores of a mixture must have the same tokenizer.",
                 seen=", ".join(f"{name}: sha256 {sha[:12]}" for name, sha in made_by.items()),
                 where="Mixture.stores",
                 fix="tokenize all of them with the tokenizer.json of one",
             )
         if self.block < len(self.stores) ** 2:
             raise UserError(
-                "A block of a mixture has at least the square of the number of sources in rows.",
+                "A block of a mixture needs at least as many rows as the square of its number of sources.",
                 seen=f"{self.block} rows for {len(self.stores)} sources",
                 where="Mixture.block",
                 fix=f"use {len(self.stores) ** 2} or more",
@@ -156,7 +156,7 @@ def check_block(rows: int, where: str) -> None:
     """
     if rows > _MOST_ROWS:
         raise UserError(
-            "The order of a mixture's block fits into memory.",
+            "The order of a mixture's block must fit in memory.",
             seen=f"{rows:,} rows",
             where=where,
             fix=f"use {_MOST_ROWS:,} or fewer",

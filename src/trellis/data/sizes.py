@@ -44,14 +44,16 @@ class BatchSizes:
     """
 
     def __init__(self, batch_size: Schedule, sequence_length: Schedule = 1):
-        sizes = _schedule(batch_size, "batch_size", "Batch sizes are one number, or (first step, rows)")
-        rule = "Sequence lengths are one number, or (first step, tokens)"
+        sizes = _schedule(
+            batch_size, "batch_size", "Batch sizes must be a positive number, or pairs (first step, rows)"
+        )
+        rule = "Sequence lengths must be a positive number, or pairs (first step, tokens)"
         lengths = _schedule(sequence_length, "sequence_length", rule)
         self.longest = max(length for _, length in lengths)
         for _, length in lengths:
             if self.longest % length:
                 raise UserError(
-                    "Each sequence length divides the longest.",
+                    "Every sequence length must divide the longest.",
                     seen=f"{length} and {self.longest}",
                     where="sequence_length",
                     fix=f"use {_near(length, self.longest)}",
@@ -121,10 +123,10 @@ def _near(length: int, longest: int) -> str:
 def _schedule(given: Schedule, where: str, rule: str) -> list[tuple[int, int]]:
     """A schedule as a list, from step 0 in rising order."""
     wrong = UserError(
-        f"{rule} from step 0 in rising order.",
+        f"{rule} in order of steps, starting at step 0.",
         seen=given,
         where=where,
-        fix="for example 512, or [(0, 256), (1000, 512)]",
+        fix="write, for example, 512 or [(0, 256), (1000, 512)]",
     )
     try:
         pairs = given if isinstance(given, Sequence) else [(0, given)]

@@ -39,7 +39,7 @@ def filesystem(url: str):
         ) from error
     except ValueError as error:
         raise UserError(
-            "A URL names a protocol that fsspec knows.",
+            "The protocol of a URL must be one that fsspec knows.",
             seen=error,
             where=url,
             fix="check the spelling, or install the package of that protocol",
@@ -63,7 +63,7 @@ def with_retries(action, *, what: str, url: str):
         except Exception as error:
             if attempt == ATTEMPTS:
                 raise UserError(
-                    "A server answers every request in full.",
+                    "The server must answer every request in full.",
                     seen=f"{type(error).__name__}: {error} ({ATTEMPTS} attempts to {what})",
                     where=url,
                     fix="check the network and the server, then run the same command again; finished work is kept",
@@ -151,7 +151,7 @@ class RemoteFolder:
             data = self._fs.cat_file(self.path(name), start=start, end=stop)
             if len(data) > stop - start:
                 raise UserError(
-                    "A server of stored tokens honours byte ranges (RFC 9110, section 14).",
+                    "A server of stored tokens must support byte ranges (RFC 9110, section 14).",
                     seen=f"{len(data)} bytes for a range of {stop - start}",
                     where=self._where(name),
                     fix="serve the folder with a server that supports Range, or copy it here",
@@ -184,13 +184,13 @@ def open_folder(url: str) -> LocalFolder | RemoteFolder:
 def _cannot_write(error, path, size):
     if no_room(error):
         return UserError(
-            "The disk of a store has room for it.",
+            "The disk must have room for the store.",
             seen=f"{error.strerror} while writing {size:,} bytes",
             where=path,
-            fix="free some space, then run the same command again; it continues where it was",
+            fix="free some space, then run the same command again; it continues where it left off",
         )
     return UserError(
-        "The folder of a store can be written.",
+        "The folder of a store must be writable.",
         seen=error.strerror or str(error),
         where=path,
         fix="check the path and its permissions",

@@ -35,10 +35,10 @@ class Tokenizer:
             self._inner = tokenizers.Tokenizer.from_str(serialized)
         except Exception as error:
             raise UserError(
-                "A tokenizer is a tokenizer.json of Hugging Face tokenizers.",
+                "A tokenizer must be a tokenizer.json of Hugging Face tokenizers.",
                 seen=error,
                 where=where,
-                fix="give a tokenizer.json or a folder that holds one",
+                fix="use a tokenizer.json, or a folder that contains one",
             ) from error
         self._inner.no_truncation()
         self._inner.no_padding()
@@ -53,7 +53,7 @@ class Tokenizer:
             if self._inner.token_to_id(text) is not None:
                 return text
         raise UserError(
-            "A tokenizer has a token that ends a document.",
+            "A tokenizer must have an end-of-document token.",
             seen=f"no {wanted}" if wanted else "none of " + " ".join(_END_NAMES),
             where=where,
             fix="name one with --end-of-document",
@@ -102,10 +102,10 @@ class Tokenizer:
             if type(error) is not Exception:
                 raise
             raise UserError(
-                "A tokenizer encodes any text.",
+                "The tokenizer must be able to encode any text.",
                 seen=error,
                 where=self._where,
-                fix="add the token to its vocabulary, or name one that is there as its unk_token",
+                fix="add the token to its vocabulary, or set its unk_token to one that is in it",
             ) from error
 
     def decode(self, ids, *, special: bool = True) -> str:
@@ -154,10 +154,10 @@ def load_tokenizer(path: str, *, end_of_document: str | None = None) -> Tokenize
             serialized = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            "A tokenizer is a tokenizer.json of Hugging Face tokenizers.",
+            "A tokenizer must be a tokenizer.json of Hugging Face tokenizers.",
             seen=error,
             where=where,
-            fix="give a tokenizer.json or a folder that holds one",
+            fix="use a tokenizer.json, or a folder that contains one",
         ) from error
     return Tokenizer(serialized, end_of_document=end_of_document, where=where)
 
@@ -169,14 +169,14 @@ def _from_hub(name):
         return hf_hub_download(name, "tokenizer.json")
     except ImportError as error:
         raise UserError(
-            "A tokenizer of the Hugging Face hub needs the package huggingface_hub.",
+            "Loading a tokenizer from the Hugging Face hub needs the package huggingface_hub.",
             seen=f"no such file: {name}",
             where="--tokenizer",
-            fix="give an existing path, or pip install 'trellis[hf]'",
+            fix="use an existing path, or pip install 'trellis[hf]'",
         ) from error
     except Exception as error:
         raise UserError(
-            "A tokenizer is a file, a folder or a repository of the Hugging Face hub.",
+            "A tokenizer must be a file, a folder or a repository on the Hugging Face hub.",
             seen=error,
             where=f"--tokenizer {name}",
             fix="check the name and the network",
@@ -244,10 +244,10 @@ def check_bpe_size(vocab_size: int, where: str) -> None:
     """
     if not 257 <= vocab_size <= _MOST_TOKENS:
         raise UserError(
-            f"A byte-level vocabulary holds 256 bytes, the end of a document, and {_MOST_TOKENS:,} tokens at most.",
+            f"A byte-level vocabulary must have 257 (256 bytes and the end of a document) to {_MOST_TOKENS:,} tokens.",
             seen=vocab_size,
             where=where,
-            fix="ask for 257 or more, as in 32768",
+            fix="use a size in that range, as in 32768",
         )
 
 

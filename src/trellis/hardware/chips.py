@@ -152,31 +152,34 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
     for key in entry:
         if key not in _FIELDS:
             raise UserError(
-                "A hardware entry has only the known fields.", seen=f"{name}.{key}", where=where,
+                "A hardware entry can have only known fields.", seen=f"{name}.{key}", where=where,
                 fix=did_you_mean(str(key), _FIELDS),
             )  # fmt: skip
     missing = [key for key in _REQUIRED if key not in entry]
     if missing:
         raise UserError(
-            "A hardware entry says all its rates and their source.", seen=f"{name} without {', '.join(missing)}",
-            where=where, fix=f"add `{missing[0]}`, or write `like: h100` and only what differs",
+            "A hardware entry must have all rates and their source.", seen=f"{name} without {', '.join(missing)}",
+            where=where, fix=f"add `{missing[0]}`, or write `like: h100` and only the fields that differ",
         )  # fmt: skip
     if entry["kind"] not in ("tpu", "gpu"):
         raise UserError(
-            "A chip is a tpu or a gpu.", seen=f"{name}.kind: {entry['kind']}", where=where, fix="write tpu or gpu"
+            "The kind of a chip must be tpu or gpu.",
+            seen=f"{name}.kind: {entry['kind']}",
+            where=where,
+            fix="write tpu or gpu",
         )
     for word in entry.get("overlap") or ():
         if word not in ("gathers", "reductions"):
             raise UserError(
-                "What a compiler overlaps is gathers, reductions, or both.",
+                "`overlap` must list gathers, reductions, or both.",
                 seen=f"{name}.overlap: {word}",
                 where=where,
-                fix="write overlap: [gathers, reductions], or a part of it",
+                fix="write overlap: [gathers, reductions], or one of them",
             )  # fmt: skip
     kinds = entry.get("device_kinds") or []
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise UserError(
-            "Device kinds are a list of texts.", seen=f"{name}.device_kinds: {kinds}", where=where,
+            "`device_kinds` must be a list of strings.", seen=f"{name}.device_kinds: {kinds}", where=where,
             fix="write device_kinds: [NVIDIA H100]",
         )  # fmt: skip
     words = {"kind", "source", "like", "overlap", "device_kinds"}
@@ -184,7 +187,7 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
     for key, value in rates.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
             raise UserError(
-                "A rate is a positive number.", seen=f"{name}.{key}: {value}", where=where, fix="write a number"
+                "A rate must be a positive number.", seen=f"{name}.{key}: {value}", where=where, fix="write a number"
             )
     per_chip = entry.get("devices_per_chip", 1)
     bf16, fp8 = entry["bf16_tflops"] * 1e12, entry.get("fp8_tflops", entry["bf16_tflops"])
@@ -270,19 +273,19 @@ def chips(extra: str | None = None) -> dict[str, Chip]:
                 more = load_yaml(file.read()) or {}
         except (OSError, yaml.YAMLError) as error:
             raise UserError(
-                "A hardware file is YAML that can be read.", seen=str(error).splitlines()[0], where=extra,
-                fix="see src/trellis/hardware/chips.yaml for the form",
+                "A hardware file must be readable YAML.", seen=str(error).splitlines()[0], where=extra,
+                fix="see src/trellis/hardware/chips.yaml for the format",
             ) from None  # fmt: skip
         if not isinstance(more, dict) or not all(isinstance(entry, dict) for entry in more.values()):
             raise UserError(
-                "A hardware file maps names to entries.", seen=type(more).__name__, where=extra,
-                fix="see src/trellis/hardware/chips.yaml for the form",
+                "A hardware file must map names to entries.", seen=type(more).__name__, where=extra,
+                fix="see src/trellis/hardware/chips.yaml for the format",
             )  # fmt: skip
         for name, entry in more.items():
             like = entry.get("like")
             if like is not None and like not in entries:
                 raise UserError(
-                    "`like` names a chip that is known.", seen=f"{name}.like: {like}", where=extra,
+                    "`like` must name a known chip.", seen=f"{name}.like: {like}", where=extra,
                     fix=did_you_mean(str(like), entries),
                 )  # fmt: skip
             entries[name.lower()] = {**(entries[like] if like else {}), **entry}
@@ -324,7 +327,7 @@ def target(name: str, hardware: str | None = None) -> Target:
             shape, wrap = one.shape, one.wrap
         except TopologyError as error:
             if generation in _builtin() or generation == "tpu7x":
-                raise _unknown(name, str(error).rpartition("Near it: ")[2].replace("tpu7x", "v7x")) from None
+                raise _unknown(name, str(error).rpartition(": ")[2].replace("tpu7x", "v7x")) from None
             shape = tuple(map(int, match[3].split("x")))  # a chip of the user's own: any torus
             if len(shape) != chip.torus:
                 raise _unknown(name, f"{chip.name}:{'x'.join('4' * chip.torus)}") from None
@@ -338,6 +341,6 @@ def target(name: str, hardware: str | None = None) -> Target:
 
 def _unknown(name: str, near: str) -> UserError:
     return UserError(
-        "A target is a TPU slice or GPU nodes, by name.", seen=name, where="--on",
-        fix=f"write it like v5e:16x16, v5p:4x4x8, 2xv5e:16x16, 8xH100 or 4x8xH100. Near it: {near}",
+        "A target must be the name of a TPU slice or of GPU nodes.", seen=name, where="--on",
+        fix=f"write it like v5e:16x16, v5p:4x4x8, 2xv5e:16x16, 8xH100 or 4x8xH100. Similar: {near}",
     )  # fmt: skip

@@ -66,17 +66,17 @@ class Family:
         """
         if (quantized := hub.get("quantization_config")) is not None:
             raise UserError(
-                "Weights that are imported are stored in bfloat16, float16 or float32.",
+                "Imported weights must be stored in bfloat16, float16 or float32.",
                 seen=f"quantization_config: {quantized.get('quant_method')}",
                 where=where,
-                fix="take a folder of the same model in bfloat16, or write one: "
+                fix="use a folder of the same model in bfloat16, or write one: "
                 "AutoModelForCausalLM.from_pretrained(..., quantization_config=...).save_pretrained(...), "
                 "with Mxfp4Config(dequantize=True), or what transformers has for this method",
             )
         for field, value in self.fixed.items():
             if hub.get(field, value) != value:
                 raise UserError(
-                    f"A {self.model_type} has {field} {value} here.",
+                    f"A {self.model_type} must have {field} {value} here.",
                     seen=f"{field}: {hub[field]}",
                     where=where,
                     fix="use a model without it",
@@ -85,10 +85,10 @@ class Family:
             return self.config(**self.from_hub(hub))
         except KeyError as error:
             raise UserError(
-                f"The configuration of a {self.model_type} is complete.",
+                f"The configuration of a {self.model_type} must be complete.",
                 seen=f"no {error.args[0]}",
                 where=where,
-                fix="take the folder's config.json as `save_pretrained` writes it",
+                fix="use the folder's config.json as `save_pretrained` writes it",
             ) from None
 
 
@@ -106,7 +106,7 @@ def family_in(families: Mapping[str, Family], hub: Mapping, where: str) -> Famil
     family = families.get(hub.get("model_type", ""))
     if family is None:
         raise UserError(
-            "A model that is imported is of a family that is known here.",
+            "An imported model must be of a family that Trellis knows.",
             seen=f"model_type: {hub.get('model_type')}",
             where=where,
             fix=f"use one of: {', '.join(families)}",

@@ -66,10 +66,10 @@ class Folder:
         config = self.path / "config.json"
         if not config.is_file():
             raise UserError(
-                "A Hugging Face folder has a config.json.",
+                "A Hugging Face folder must have a config.json.",
                 seen="no such file" if self.path.is_dir() else "no such folder",
                 where=str(config),
-                fix="give a folder that `save_pretrained` or `huggingface-cli download` wrote",
+                fix="use a folder that `save_pretrained` or `huggingface-cli download` wrote",
             )
         self.hub = _json(config)
         self.family = family_in(families, self.hub, str(config))
@@ -154,19 +154,19 @@ class Folder:
         if _UNEMBEDDING in left and table is not None:
             if not np.array_equal(self._read(_UNEMBEDDING), self._read(table)):
                 raise UserError(
-                    "A model whose unembedding is tied has one table of tokens.",
-                    seen=f"{_UNEMBEDDING} is another than {table}",
+                    "A model whose unembedding is tied must have only one token table.",
+                    seen=f"{_UNEMBEDDING} differs from {table}",
                     where=str(self.path),
                     fix='set "tie_word_embeddings": false in config.json, if the family has an unembedding of its own',
                 )
             left.remove(_UNEMBEDDING)
         if left:
             raise UserError(
-                "Every tensor of a folder is a parameter of its model.",
+                "Every tensor in the folder must be a parameter of its model.",
                 seen=", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else ""),
                 where=str(self.path),
-                fix="take config.json and weights from one model, without adapters, biases or layers that config.json "
-                "does not tell of",
+                fix="use config.json and weights of one model, without adapters, biases or layers that config.json "
+                "does not mention",
             )
 
     def _find(self, text: str) -> tuple[str | None, Callable]:
@@ -185,10 +185,10 @@ class Folder:
             self._files[file] = TensorFile(self.path / file)
         found, where = self._files[file].entries.get(name), str(self.path / file)
         if found is None:
-            rule, fix = "A file of weights has the tensors that the index says.", "download or export it again"
+            rule, fix = "A file of weights must have the tensors that the index lists.", "download or export it again"
             raise UserError(rule, seen=f"no {name}", where=where, fix=fix)
         if found[0] not in WEIGHT_DTYPES:
-            rule, fix = "Weights that are imported are stored in bfloat16, float16 or float32.", "convert them first"
+            rule, fix = "Imported weights must be stored in bfloat16, float16 or float32.", "convert them first"
             raise UserError(rule, seen=f"{name} in {found[0]}", where=where, fix=fix)
         return self._files[file].tensor(name)
 
@@ -196,7 +196,7 @@ class Folder:
         name, take = self._find(text)
         if name is None:
             raise UserError(
-                "A folder has every parameter of its model.",
+                "The folder must have every parameter of its model.",
                 seen=f"no {text}",
                 where=str(self.path),
                 fix=did_you_mean(text, self._place) if len(self._place) < 50 else "download or export it again",
@@ -204,10 +204,10 @@ class Folder:
         tensor = take(self._read(name))
         if tensor.shape != shape:
             raise UserError(
-                "Weights have the shapes that config.json says.",
-                seen=f"{name} of shape {tensor.shape}, where the configuration makes it {shape}",
+                "Weights must have the shapes that config.json sets.",
+                seen=f"{name} of shape {tensor.shape}, which the configuration makes {shape}",
                 where=str(self.path / self._place[name]),
-                fix="take config.json and weights from one model",
+                fix="use config.json and weights of one model",
             )
         return tensor
 
@@ -215,11 +215,11 @@ class Folder:
         if (self.path / INDEX).is_file():
             if isinstance(found := _json(self.path / INDEX).get("weight_map"), dict):
                 return found
-            rule, fix = "An index of weight files has a weight_map.", "download or export it again"
+            rule, fix = "An index of weight files must have a weight_map.", "download or export it again"
             raise UserError(rule, seen="none", where=str(self.path / INDEX), fix=fix)
         if not (self.path / WEIGHTS).is_file():
             raise UserError(
-                "Weights are read from safetensors, never from pickles.",
+                "Weights must be in safetensors: pickles are never read.",
                 seen=f"neither {WEIGHTS} nor {INDEX}",
                 where=str(self.path),
                 fix="convert them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)",
@@ -262,8 +262,13 @@ def write_folder(
     """
     to = Path(to)
     if there := [path for name in _OTHERS for path in sorted(to.glob(name))]:
-        fix = "give another folder" + ("" if there[0].name in _OF_RUNS else ", or remove what is there")
-        raise UserError("An export goes to a folder of its own.", seen=there[0].name, where=str(to), fix=fix)
+        fix = "use another folder" + ("" if there[0].name in _OF_RUNS else ", or remove what is there")
+        raise UserError(
+            "An export needs a folder without another model, tokenizer or run.",
+            seen=there[0].name,
+            where=str(to),
+            fix=fix,
+        )
     contents = family.to_config_json(config, positions=positions, dtype=dtype) | dict(more or {})
     to.mkdir(parents=True, exist_ok=True)
     kind = np.dtype(DTYPES[DTYPE_NAMES[dtype]])
@@ -376,7 +381,9 @@ def _json(path: Path) -> dict:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         fix = "download or export it again"
-        raise UserError("A folder's .json files are JSON.", seen=str(error), where=str(path), fix=fix) from None
+        raise UserError(
+            "The folder's .json files must be valid JSON.", seen=str(error), where=str(path), fix=fix
+        ) from None
 
 
 def _write(path: Path, contents: Mapping) -> Path:

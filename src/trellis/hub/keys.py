@@ -119,7 +119,7 @@ def key_of(keys: Mapping[str, Key], parameter: Parameter) -> Key:
     own = parameter.names[key.counts :] if key is not None else ()
     if key is None or sorted(own) != sorted(name for group in key.groups for name in group if name != HALF):
         raise NamesError(
-            f"every parameter has a key with its dimensions, got {parameter.path} of '{' '.join(parameter.names)}' "
+            f"every parameter needs a key with its dimensions, got {parameter.path} of '{' '.join(parameter.names)}' "
             f"for {key}, in the family's table of keys: add it there"
         )
     return key

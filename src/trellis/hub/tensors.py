@@ -49,7 +49,7 @@ class TensorFile:
             }
         except (ValueError, KeyError, AttributeError, TypeError):
             raise UserError(
-                "A weight file is in the safetensors format.",
+                "A weight file must be in the safetensors format.",
                 seen=f"a header of {length} bytes that cannot be read",
                 where=str(path),
                 fix="download or export it again",
@@ -58,7 +58,7 @@ class TensorFile:
         need = self._begin + max((entry[3] for entry in self.entries.values()), default=0)
         if (size := os.path.getsize(path)) < need:
             fix = "download or export it again"
-            raise UserError("A weight file is whole.", seen=f"{size} of {need} bytes", where=str(path), fix=fix)
+            raise UserError("A weight file must be complete.", seen=f"{size} of {need} bytes", where=str(path), fix=fix)
 
     def tensor(self, name: str) -> np.ndarray:
         """A tensor as a view of the file: only the parts that are read come into memory."""
@@ -109,7 +109,7 @@ def write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
             if t.dtype == np.float16 and (lost := np.isinf(array) & np.isfinite(made)).any():
                 path.unlink()
                 raise UserError(
-                    "Weights fit into the type that they are written in.",
+                    "Weights must be in the range of the dtype that they are written in.",
                     seen=f"{float(np.abs(made[lost]).max()):.3g} in {t.name}, where float16 ends at 65,504",
                     where=str(path),
                     fix="use --dtype bfloat16 or float32",

@@ -328,7 +328,9 @@ def parse_program(text: str) -> Program:
             lines[current] = []
             entry = current if found[1] else entry
     if entry is None:
-        raise ValueError("a compiled program's text has an ENTRY computation, and this text has none: pass as_text()")
+        raise ValueError(
+            "a compiled program's text must have an ENTRY computation, and this text has none: pass as_text()"
+        )
     computations = {name: _with_elements([_instruction(line) for line in inside]) for name, inside in lines.items()}
     return Program(computations, entry, _frames(text), _aliases(text))
 
@@ -430,7 +432,7 @@ def replica_groups(text: str) -> list[tuple[int, ...]]:
     if text.startswith("["):
         found = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
         if not found:
-            raise ValueError(f"replica groups in a form that is not known: {text[:120]}")
+            raise ValueError(f"replica groups in an unknown form: {text[:120]}")
         groups, size = _numbers(found[1])[0], math.prod(_numbers(found[1])[1:])
         order = _transposed(_numbers(found[2]), _numbers(found[3]) if found[3] else None)
         return [tuple(order[i * size : (i + 1) * size]) for i in range(groups)]

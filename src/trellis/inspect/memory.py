@@ -165,7 +165,7 @@ class Memory:
         if changes and not fitting:
             fix = f"none of {', '.join(changes)} is enough: use more devices, or a smaller model or batch"
         raise NotEnoughMemory(
-            f"a step fits in a device's memory, got {numbers.size(self.peak)} for {numbers.size(capacity)}, "
+            f"a step must fit in a device's memory, got {numbers.size(self.peak)} for {numbers.size(capacity)}, "
             f"{numbers.size(self.peak - capacity)} too much; largest: {largest}: {fix}"
         )
 

@@ -115,14 +115,14 @@ def show(x, names: str | Sequence[str] | None = None) -> Picture:
     array = getattr(x, "array", x)
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise TypeMismatch(
-            f"show draws arrays and layouts, got {type(x).__name__}, in show: pass an array, or a Layout"
+            f"show can draw only arrays and layouts, got {type(x).__name__}, in show: pass an array, or a Layout"
         )
     names = names.split() if isinstance(names, str) else names
     names = tuple(names or getattr(x, "names", ()) or (f"dim{i}" for i in range(len(array.shape))))
     if len(names) != len(array.shape):
         raise TypeMismatch(
-            f"an array has one name for each dimension, got {len(names)} names for shape {array.shape}, in show: write "
-            "as many"
+            f"an array must have one name for each dimension, got {len(names)} names for shape {array.shape}, in show: "
+            "write as many"
         )
     return Picture((_array_panel(array, names),))
 

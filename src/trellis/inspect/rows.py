@@ -103,7 +103,7 @@ class Ledger:
         for word, known, what in ((kind, KINDS, "kind"), (direction, DIRECTIONS, "direction")):
             if word is not None and word not in known:
                 raise ValueError(
-                    f"a ledger's rows are of the {what}s {', '.join(filter(None, known))}, got {word!r}: "
+                    f"a ledger's rows can only be of the {what}s {', '.join(filter(None, known))}, got {word!r}: "
                     f"{did_you_mean(word, known)}"
                 )
         rows = (

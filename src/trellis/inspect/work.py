@@ -14,7 +14,16 @@ from collections.abc import Iterator
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import ENTER, KERNELS, LEAVE
-from trellis.program.said import anew_said, grouped_said, lies_so, mask_said, share_filled, turns_said, work_said
+from trellis.program.said import (
+    anew_said,
+    grouped_said,
+    lies_so,
+    mask_said,
+    row_said,
+    share_filled,
+    turns_said,
+    work_said,
+)
 
 # Vector operations an element costs, relative to an addition (polynomials and Newton steps in float32).
 COSTS = collections.defaultdict(lambda: 1.0, {
@@ -185,10 +194,14 @@ def _kernel(operation: Operation, load: float) -> Piece:
     if (found := grouped_said(operation, load)) is not None:
         flops, dims, filled = found
         # Weights have three dimensions, tables one. A kernel reads rows that it gathers as often as it takes them.
-        of_rows = [v for v in arrays if len(v.local_shape) == 2]
-        moved += sum(filled * v.num_bytes / v.local_shape[0] - v.num_bytes for v in of_rows)
+        wide = [v for v in arrays if len(v.local_shape) == 2]
+        moved += sum(filled * v.num_bytes / v.local_shape[0] - v.num_bytes for v in wide)
         what, dtype = f"grouped {_show(largest)}", str(largest.aval.dtype)
         return _piece(operation, "grouped", what, flops=flops, num_bytes=moved, dims=dims, dtype=dtype)
+    if (of_rows := row_said(operation, load)) is not None:
+        each, share = of_rows
+        what, vector = f"activation {_show(largest)}", each * share * largest.num_elements
+        return _piece(operation, "kernel", what, vector=vector, num_bytes=share * moved)
     kind, flops = work_said(operation) or ("kernel", 0.0)
     whole = kind == "attention" and mask_said(operation.scope) is None
     return _piece(operation, kind, f"{kind} {_show(largest)}", flops=flops, num_bytes=moved, whole=whole)

@@ -50,8 +50,8 @@ def with_slashes(axes: str, known: Collection[str]) -> str | None:
 def _read(entries: "Mapping[str, str | Sequence[str] | None] | Entries", mesh: Mesh, which: str) -> Entries:
     if not isinstance(entries, Mapping | tuple | list):
         raise MeshError(
-            f"a layout maps names to axes of its mesh, got {which}={entries!r}, in Layout: write {which}="
-            "{'batch': 'data'}"
+            f"a layout must map names to axes of its mesh, got {which}={entries!r}, in Layout: write "
+            f"{which}={{'batch': 'data'}}"
         )
     items = _pairs(entries, which, "{'batch': 'data'}")
     read = tuple((str(getattr(name, "name", name)), _read_entry(name, axes, which)) for name, axes in items)
@@ -61,13 +61,13 @@ def _read(entries: "Mapping[str, str | Sequence[str] | None] | Entries", mesh: M
                 meant = with_slashes(axis, mesh.axis_names)
                 fix = f"write '{meant}'" if meant else f"use one of these, or add '{axis}' to make_mesh"
                 raise MeshError(
-                    f"a layout maps names to axes of its mesh, got '{name}: {axis}' in {which}, where the mesh has "
+                    f"a layout can only use axes of its mesh, got '{name}: {axis}' in {which}, where the mesh has "
                     f"{', '.join(mesh.axis_names)}: {fix}"
                 )
         if repeated := [axis for axis in axes if axes.count(axis) > 1]:
             raise MeshError(
-                f"a name is sliced over a mesh axis once, got '{name}: {'/'.join(axes)}' in {which}, in Layout: "
-                f"take one '{repeated[0]}' out"
+                f"a name cannot be sliced over a mesh axis twice, got '{name}: {'/'.join(axes)}' in {which}, in "
+                f"Layout: remove one '{repeated[0]}'"
             )
     return read
 
@@ -76,7 +76,7 @@ def _pairs(entries: "Mapping | Sequence", which: str, example: str) -> tuple[tup
     """The entries of a map, which may be written as pairs."""
     items = tuple(entries.items() if isinstance(entries, Mapping) else entries)
     if other := [item for item in items if not (isinstance(item, tuple | list) and len(item) == 2)]:
-        raise MeshError(f"a layout's {which} is a map, got {other[0]!r} in it, in Layout: write {which}={example}")
+        raise MeshError(f"a layout's {which} must be a map, got {other[0]!r} in it, in Layout: write {which}={example}")
     return items
 
 
@@ -84,8 +84,8 @@ def _read_entry(name, axes, which: str) -> Axes:
     several = isinstance(axes, Sequence) and all(isinstance(axis, str) for axis in axes)
     if not is_name(str(getattr(name, "name", name))) or not (axes is None or several):
         raise MeshError(
-            f"a layout maps names to axes of its mesh, got {name!r}: {axes!r} in {which}, in Layout: write a name, and "
-            "'data', 'data/model' or None"
+            f"a layout must map names to axes of its mesh, got {name!r}: {axes!r} in {which}, in Layout: write a "
+            "name, and 'data', 'data/model' or None"
         )
     return read_axes(axes)
 
@@ -152,10 +152,11 @@ class Layout:
 
     def __post_init__(self):
         if not isinstance(self.mesh, Mesh | AbstractMesh):
-            raise MeshError(f"a layout has a mesh, got {self.mesh!r}, in Layout: pass make_mesh(data=-1)")
+            raise MeshError(f"a layout needs a mesh, got {self.mesh!r}, in Layout: pass make_mesh(data=-1)")
         if self.gather not in ("joint", "per_axis"):
             raise MeshError(
-                f"a layout gathers 'joint' or 'per_axis', got gather={self.gather!r}, in Layout: pass one of the two"
+                f"a layout's gather must be 'joint' or 'per_axis', got gather={self.gather!r}, in Layout: pass one of "
+                "the two"
             )
         for field, kinds, example in (
             ("context", (Mapping, tuple, list), "context={'context': 'exchange'}"),
@@ -164,7 +165,7 @@ class Layout:
         ):
             if not isinstance(getattr(self, field), kinds):
                 raise MeshError(
-                    f"a layout's {field} names mesh axes or dimensions, got {field}={getattr(self, field)!r}, in "
+                    f"a layout's {field} must name mesh axes or dimensions, got {field}={getattr(self, field)!r}, in "
                     f"Layout: write {example}"
                 )
         read = {
@@ -180,8 +181,8 @@ class Layout:
         self._check_context()
         if unknown := [axis for axis in read["dealt"] if axis not in self.mesh.axis_names]:
             raise MeshError(
-                f"positions are dealt out over axes of the mesh, got dealt '{unknown[0]}' where the mesh has "
-                f"{', '.join(self.mesh.axis_names)}, in Layout: use these"
+                f"positions can only be dealt out over axes of the mesh, got dealt '{unknown[0]}' where the mesh has "
+                f"{', '.join(self.mesh.axis_names)}, in Layout: use one of these"
             )
 
     def _check_context(self) -> None:
@@ -190,8 +191,8 @@ class Layout:
             if axis not in self.mesh.axis_names or kind not in kinds:
                 known = ", ".join(self.mesh.axis_names)
                 raise MeshError(
-                    f"attention reaches keys along an axis of the mesh by {', '.join(kinds)}, got context "
-                    f"'{axis}: {kind}' where the mesh has {known}, in Layout: correct it"
+                    f"a layout's context must map axes of the mesh to one of {', '.join(kinds)}, got context '{axis}: "
+                    f"{kind}' where the mesh has {known}, in Layout: correct it"
                 )
 
     def _check_overlap(self) -> None:
@@ -200,9 +201,9 @@ class Layout:
             axes = [a for a in sliced.get(name) or () if self.mesh.shape[a] > 1]
             if name not in sliced or len(axes) > 1:
                 raise MeshError(
-                    f"an overlapped name is sliced over one mesh axis, got overlap '{name}' where compute has "
+                    f"an overlapped name must be sliced over one mesh axis, got overlap '{name}' where compute has "
                     f"'{name}: {'/'.join(axes) or 'nothing'}', in Layout: "
-                    + ("choose one of these axes" if axes else f"add '{name}' to compute, or take it out of overlap")
+                    + ("choose one of these axes" if axes else f"add '{name}' to compute, or remove it from overlap")
                 )
 
     def assign(self, names: Sequence[str], which: str = "compute") -> tuple[Axes, ...]:
@@ -285,8 +286,8 @@ class Layout:
             here = jax.sharding.get_abstract_mesh()
             around = "none" if here.empty else f"({mesh_text(here)})"
             raise MeshError(
-                f"what is compiled has the mesh that is in force around it, got a layout of ({mesh_text(self.mesh)}) "
-                f"where that is {around}, in `with layout:`: write it around the call"
+                "a layout inside a compiled function must have the mesh in force around it, got a layout of "
+                f"({mesh_text(self.mesh)}) where that is {around}, in `with layout:`: enter the layout around the call"
             ) from error
 
     def __exit__(self, *exception) -> None:

@@ -83,7 +83,7 @@ def make_mesh(devices: Sequence | None = None, *, axis_type: str = "explicit", *
     devices = list(all_devices() if devices is None else devices)
     if axis_type not in _TYPES:
         raise MeshError(
-            f"a mesh axis is 'explicit' or 'auto', got axis_type={axis_type!r}, in make_mesh: pass one of the two"
+            f"a mesh axis must be 'explicit' or 'auto', got axis_type={axis_type!r}, in make_mesh: pass one of the two"
         )
     sizes = _resolve(sizes, len(devices))
     names = outer_to_inner(sizes)
@@ -99,27 +99,27 @@ def outer_to_inner(names: Iterable[str]) -> list[str]:
 def _resolve(sizes: dict[str, int], count: int) -> dict[str, int]:
     shown = " ".join(f"{name}={size}" for name, size in sizes.items())
     if not sizes:
-        raise MeshError("a mesh has at least one axis, got none, in make_mesh: write make_mesh(data=-1)")
+        raise MeshError("a mesh needs at least one axis, got none, in make_mesh: write make_mesh(data=-1)")
     if bad := [n for n in sizes if not is_name(n)]:
         raise MeshError(
-            f"a mesh axis has a name that types can say, got {bad[0]!r}, in make_mesh: use letters, digits and "
+            f"a mesh axis needs a name that is valid in a type, got {bad[0]!r}, in make_mesh: use letters, digits and "
             "underscores"
         )
     if bad := [n for n, s in sizes.items() if not isinstance(s, int | np.integer) or s < 1 and s != -1]:
         raise MeshError(
-            f"a mesh axis has a whole positive size, or -1 for what is left, got {shown}, in make_mesh: "
-            f"correct '{bad[0]}'"
+            f"a mesh axis must have a positive integer size, or -1 for the remaining devices, got {shown}, in "
+            f"make_mesh: correct '{bad[0]}'"
         )
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise MeshError(f"one mesh axis at most takes what is left, got {shown}, in make_mesh: give '{free[1]}' a size")
+        raise MeshError(f"at most one mesh axis can have size -1, got {shown}, in make_mesh: give '{free[1]}' a size")
     known = math.prod(size for size in sizes.values() if size != -1)
     if free and count % known == 0:
         return {name: count // known if size == -1 else size for name, size in sizes.items()}
     if known != count or free:
         raise MeshError(
-            f"the axes of a mesh multiply to the number of devices, got {shown} ({'at least ' if free else ''}{known}) "
-            f"for {count} devices, in make_mesh: {_suggest(sizes, count)}"
+            f"the axes of a mesh must multiply to the number of devices, got {shown} "
+            f"({'at least ' if free else ''}{known}) for {count} devices, in make_mesh: {_suggest(sizes, count)}"
         )
     return dict(sizes)
 
@@ -153,9 +153,9 @@ def arrange(devices: list, names: list[str], shape: list[int]) -> np.ndarray:
         left //= across[-1]
     if left != 1:
         raise MeshError(
-            f"the outermost axes of a mesh divide over its {'slices' if key == 'slice_index' else 'hosts'}, got "
-            f"{dict(zip(names, shape, strict=True))} for {groups} of them, in make_mesh: make the size of "
-            f"'{names[0]}' a multiple of {groups}"
+            "the outermost axes of a mesh must divide evenly over its "
+            f"{'slices' if key == 'slice_index' else 'hosts'}, got {dict(zip(names, shape, strict=True))} for "
+            f"{groups} of them, in make_mesh: make the size of '{names[0]}' a multiple of {groups}"
         )
     if platform_of_devices(devices) == "tpu":
         within = [size // part for size, part in zip(shape, across, strict=True)]

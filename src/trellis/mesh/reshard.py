@@ -117,8 +117,8 @@ def _verb(kind: str, transition: str, x):
     if kinds != [kind]:
         name = kind.replace("-", "_")
         raise ReshardError(
-            f"{name} performs {'an' if kind[0] == 'a' else 'a'} {kind}, got a transition that is "
-            f"{', '.join(kinds) or 'nothing'}, in '{transition}': correct the text, or write reshard for any transition"
+            f"{name} can only perform {'an' if kind[0] == 'a' else 'a'} {kind}, got a transition that is "
+            f"{', '.join(kinds) or 'nothing'}, in '{transition}': correct the text, or use reshard for any transition"
         )
     return _reshard(before, after, x, transition)
 
@@ -130,14 +130,14 @@ def _reshard(before: Shape, after: Shape, x, transition: str):
         _check_names(before, x, transition)
     if not hasattr(array, "dtype"):
         raise ReshardError(
-            f"a transition moves an array, got {type(array).__name__}, in reshard('{transition}'): pass one, or "
-            "make it one by jnp.asarray(x)"
+            f"a transition takes an array, got {type(array).__name__}, in reshard('{transition}'): pass one, or "
+            "convert it with jnp.asarray(x)"
         )
     if (moved := on_mesh_in_force(array)) is not array:
         if named and (dealt := [name for name in x.names if is_dealt(name)]):
             raise ReshardError(
-                f"positions are dealt out where an array comes to the mesh, got '{dealt[0]}' of one that is on none, "
-                f"in reshard('{transition}'): write shard(x, 'compute') before"
+                f"an array with dealt-out positions must be placed before it is resharded, got '{dealt[0]}' of one on "
+                f"no mesh, in reshard('{transition}'): write shard(x, 'compute') first"
             )
         array = moved
     if before.ellipsis:
@@ -158,7 +158,7 @@ def _check_mesh(array, transition: str) -> None:
     own, here = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
     if not here.empty and not same_mesh(own, here):
         raise ReshardError(
-            f"an array is moved over its own mesh, got one of ({mesh_text(own)}) where the mesh in force is "
+            f"an array must be on the mesh in force, got one of ({mesh_text(own)}) where the mesh in force is "
             f"({mesh_text(here)}), in reshard('{transition}'): move it there first, with shard(x)"
         )
 
@@ -167,8 +167,8 @@ def _check_names(before: Shape, x, transition: str) -> None:
     names = before.names
     if names != (tuple(x.names)[len(x.names) - len(names) :] if before.ellipsis else tuple(x.names)):
         raise ReshardError(
-            f"a transition names the dimensions of its array in order, got '{before.bare()}' for an array "
-            f"with '{' '.join(map(str, x.names))}', in reshard('{transition}'): write the array's own names"
+            f"a transition must name the dimensions of its array in order, got '{before.bare()}' for an array with "
+            f"'{' '.join(map(str, x.names))}', in reshard('{transition}'): write the array's own names"
         )
 
 
@@ -186,14 +186,14 @@ def _fill(before: Shape, after: Shape, array, names) -> tuple[Shape, Shape]:
 def _check_state(before: Shape, state: State, array, transition: str) -> None:
     if array.ndim != len(before.dims):
         raise ReshardError(
-            f"a transition has one name for each dimension, got {len(before.dims)} names for an array of shape "
+            f"a transition needs one name for each dimension, got {len(before.dims)} names for an array of shape "
             f"{array.shape}, in reshard('{transition}'): write all dimensions, or '...' for leading ones"
         )
     for dim, size in zip(before.dims, array.shape, strict=True):
         if isinstance(dim.name, int) and dim.name != size:
             raise ReshardError(
-                f"a literal dimension has that size, got {dim.name} for an array of shape {array.shape}, in "
-                f"reshard('{transition}'): write {size}, or a name"
+                f"a literal dimension must match the array's size, got {dim.name} for an array of shape "
+                f"{array.shape}, in reshard('{transition}'): write {size}, or a name"
             )
     if state.mode == "auto":
         return
@@ -212,8 +212,8 @@ def _check_state(before: Shape, state: State, array, transition: str) -> None:
             tuple(sorted(state.copied)),
         )
         raise ReshardError(
-            f"the left side of a transition is what the array is, got an array of type '{held}', "
-            f"in reshard('{transition}'): write '{held} -> ...'"
+            f"the left side of a transition must describe the array, got an array of type '{held}', in "
+            f"reshard('{transition}'): write '{held} -> ...'"
         )
 
 
@@ -247,7 +247,7 @@ def place(array, axes, pending=(), copied=(), *, names=None):
     mesh, axes = jax.typeof(array).sharding.mesh, tuple(map(tuple, axes))
     if other := [a for mine in axes for a in mine if a not in mesh.shape]:
         raise ReshardError(
-            f"an array is moved over the axes of its own mesh, got '{other[0]}' for one of a mesh with "
+            f"an array can only be moved over axes of its own mesh, got '{other[0]}' for one of a mesh with "
             f"{', '.join(mesh.axis_names)}: move it to the mesh in force first, with shard(x) or shard(x, 'compute')"
         )
     axes = tuple(tuple(a for a in mine if mesh.shape[a] > 1) for mine in axes)
@@ -256,9 +256,9 @@ def place(array, axes, pending=(), copied=(), *, names=None):
         return array
     if (pending or copied) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
         raise ReshardError(
-            f"what is added up are numbers, got {array.dtype} as '{'+' if pending else '~'}"
-            f"{sorted(pending or copied)[0]}', in reshard: leave out '+' and '~', random keys have neither sums nor "
-            "gradients"
+            f"only numbers can be pending sums or copies, got {array.dtype} as "
+            f"'{'+' if pending else '~'}{sorted(pending or copied)[0]}', in reshard: leave out '+' and '~', since "
+            "random keys have neither sums nor gradients"
         )
     names = names or tuple(f"_{i}" for i in range(array.ndim))
     for name, size, mine in zip(names, array.shape, axes, strict=True):
@@ -296,8 +296,9 @@ def _move(array, names, after: State, mesh):
                     raise
                 over = ", ".join(sorted(mapped_over()))
                 raise ReshardError(
-                    f"a mapped function cuts nothing along the mesh axes that slice what it is mapped over, got {text} "
-                    f"in a vmap over {over}: leave '{over}' out of the text, or move what vmap gives, after it"
+                    "a function under vmap cannot slice over the mesh axes that slice the mapped dimension, got "
+                    f"{text} in a vmap over {over}: leave '{over}' out of the text, or reshard the result after the "
+                    "vmap"
                 ) from error
     return array
 

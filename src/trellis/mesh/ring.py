@@ -38,8 +38,8 @@ class Ring:
     def __post_init__(self):
         if self.chunks < 1:
             raise RingError(
-                f"a slice travels in at least one chunk, got chunks={self.chunks}, in Ring('{self.axis}'): pass 1 or "
-                "more"
+                f"a slice must travel in at least one chunk, got chunks={self.chunks}, in Ring('{self.axis}'): pass 1 "
+                "or more"
             )
 
     def hops(self, size: int, part: int) -> dict[int, int]:

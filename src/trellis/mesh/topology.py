@@ -109,7 +109,7 @@ def slice_names(generation: str | None = None) -> list[str]:
     """
     if generation is not None and generation not in _GENERATIONS:
         raise TopologyError(
-            f"TPUs are of the generations {', '.join(_GENERATIONS)}, got {generation!r}: use one of them"
+            f"a TPU generation must be one of {', '.join(_GENERATIONS)}, got {generation!r}: use one of them"
         )
     generations = [generation] if generation else list(_GENERATIONS)
     return [f"{name}:{shape}" for name in generations for shape in _shapes(name)]
@@ -175,8 +175,8 @@ def _unknown_slice(name: str, generation: str) -> str:
         near = [f"{n}:{_shapes(n)[3]}" for n in difflib.get_close_matches(generation.lower(), _GENERATIONS, 4, 0.3)]
         near = near or [f"{n}:{_shapes(n)[3]}" for n in _GENERATIONS]
     return (
-        f"there is no TPU slice '{name}': a slice is a generation ({', '.join(_GENERATIONS)}) and the chips along "
-        f"each side of its torus, as in 'v5e:4x4' or 'v5p:4x4x4'. Near it: {', '.join(near)}"
+        f"there is no TPU slice '{name}': write a generation ({', '.join(_GENERATIONS)}) and the number of chips "
+        f"along each side of the torus, as in 'v5e:4x4' or 'v5p:4x4x4'. Similar: {', '.join(near)}"
     )
 
 
@@ -226,7 +226,9 @@ def slice_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
     """
     target = parse_slice(name)
     if num_slices < 1:
-        raise TopologyError(f"a target has at least one slice, got num_slices={num_slices} of '{name}': pass 1 or more")
+        raise TopologyError(
+            f"a target needs at least one slice, got num_slices={num_slices} of '{name}': pass 1 or more"
+        )
     _require_libtpu(name)
     quiet_libtpu()
     return list(_tpu_devices(target, num_slices))
@@ -339,9 +341,11 @@ def gpu_devices(name: str, hosts: int = 1, per_host: int = 8) -> list[jax.Device
     """
     if name not in _GPUS:
         near = difflib.get_close_matches(name.lower(), _GPUS, 3, 0.4) or list(_GPUS)
-        raise TopologyError(f"there is no GPU '{name}' in the table ({', '.join(_GPUS)}). Near it: {', '.join(near)}")
+        raise TopologyError(f"there is no GPU '{name}' in the table ({', '.join(_GPUS)}). Similar: {', '.join(near)}")
     if hosts < 1 or per_host < 1:
-        raise TopologyError(f"a target has at least one device, got hosts={hosts}, per_host={per_host}: pass 1 or more")
+        raise TopologyError(
+            f"a target needs at least one device, got hosts={hosts}, per_host={per_host}: pass 1 or more"
+        )
     module = _cuda_plugin()
     if module is None:
         raise TopologyError(

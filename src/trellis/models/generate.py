@@ -33,11 +33,16 @@ class Sampling:
 
     def __post_init__(self):
         rules = (
-            (self.temperature >= 0, "A temperature is 0 or more.", "temperature", "use 0 for the likeliest token"),
-            (self.top_k is None or self.top_k >= 1, "At least one token is chosen from.", "top_k", "use 1 or more"),
+            (
+                self.temperature >= 0,
+                "`temperature` must be 0 or more.",
+                "temperature",
+                "use 0 for the most likely token",
+            ),
+            (self.top_k is None or self.top_k >= 1, "`top_k` must be 1 or more.", "top_k", "use 1 or more"),
             (
                 self.top_p is None or 0 < self.top_p <= 1,
-                "A share of the probability is above 0, and 1 at most.",
+                "`top_p` must be above 0 and at most 1.",
                 "top_p",
                 "use 0.9, or leave it out",
             ),
@@ -136,19 +141,19 @@ def generate(
     lengths = {len(p) for p in prompts}
     if len(lengths) != 1 or 0 in lengths:
         raise UserError(
-            "Prompts are continued together where they have as many tokens, one at least.",
+            "Prompts that are continued together must have the same number of tokens, at least one.",
             seen=f"lengths {sorted(lengths)}",
             where="generate",
-            fix="continue them one after the other",
+            fix="continue them one at a time",
         )
     (length,) = lengths
     positions = model.config.positions
     if positions is not None and length + new_tokens > positions:
         raise UserError(
-            "A text is no longer than the model's learned positions.",
+            "A prompt and its new tokens must fit in the model's learned positions.",
             seen=f"{length} tokens of prompt and {new_tokens} new ones, positions={positions}",
             where="generate",
-            fix=f"make {positions - length} tokens or fewer"
+            fix=f"generate {positions - length} tokens or fewer"
             if length < positions
             else f"give a prompt of {positions - 1} tokens or fewer",
         )

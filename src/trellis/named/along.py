@@ -217,9 +217,12 @@ def top_k(x: NamedArray, along: Name, k: int, *, new_name: Name | None = None) -
     name = _one(x, along, "top_k")
     k = count_of(k, "top_k", f"write top_k(x, '{name}', 2)")
     if not 0 <= k <= x.shape[name]:
-        raise NamesError(f"top_k picks at most all of an axis, got k={k} for {typeof(x)} along '{name}': lower k")
+        raise NamesError(
+            f"top_k needs a k from 0 to the size of the axis, got k={k} for {typeof(x)} along '{name}': use a k in "
+            "this range"
+        )
     if isinstance(new_name, Axis) and new_name.size != k:
-        raise NamesError(f"top_k gives an axis of k values, got k={k} and {new_name}, in top_k: pass one size")
+        raise NamesError(f"the new axis of top_k must have size k, got k={k} and {new_name}, in top_k: pass one size")
     x = whole(x, (name,), "top_k")
     i = x.index(name)
 

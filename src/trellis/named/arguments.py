@@ -21,7 +21,7 @@ def text_of(value: Any, what: str, fix: str) -> str:
         NamesError: it is none, as where an array stands in its place.
     """
     if not isinstance(value, str):
-        raise NamesError(f"{what} takes a text, got {shown(value)}, in {what}: {fix}")
+        raise NamesError(f"{what} takes a string, got {shown(value)}, in {what}: {fix}")
     return value
 
 
@@ -51,7 +51,7 @@ def number_of(value: Any, option: str, what: str, fix: str) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         raise NamesError(
-            f"{option} is a number that is known while the program is traced, got {shown(value)}, in {what}: {fix}"
+            f"{option} must be a number that is known while the program is traced, got {shown(value)}, in {what}: {fix}"
         ) from error
 
 
@@ -76,8 +76,8 @@ def dtypes_of_jax(args, what: str) -> Generator[None]:
         if not (said := _OF_A_DTYPE.search(str(error))):
             raise
         raise NamesError(
-            f"an operation takes the dtypes of JAX's, got {' and '.join(map(shown, args))} in {what} "
-            f"({said[0].strip()}): cast with .astype"
+            f"an operation must have operands of dtypes that JAX accepts, got {' and '.join(map(shown, args))} in "
+            f"{what} ({said[0].strip()}): cast with .astype"
         ) from error
 
 
@@ -96,9 +96,9 @@ def slices_of_jax(args, what: str) -> Generator[None]:
         if not typed or isinstance(error, TrellisError):
             raise
         raise NamesError(
-            "JAX computes a function of slices where it knows how its result lies, got "
+            "JAX can compute a function of slices only if it knows how the result is sliced, got "
             f"{' and '.join(map(shown, args))} in {what} ({shortened(said.rstrip('.:'), 160)}): gather them first, "
-            "with shard(x, {}), or make it of operations by name"
+            "with shard(x, {}), or build it from named operations"
         ) from error
 
 
@@ -110,7 +110,7 @@ def ordered(x: Any, what: str) -> None:
         NamesError: it is of complex numbers.
     """
     if jnp.issubdtype(getattr(x, "dtype", jnp.float32), jnp.complexfloating):
-        raise NamesError(f"complex numbers have no largest, got {shown(x)}, in {what}: take their real(x), or abs(x)")
+        raise NamesError(f"complex numbers have no order, got {shown(x)}, in {what}: use real(x) or abs(x)")
 
 
 def mapping_of(value: Any, what: str, fix: str) -> Mapping:
@@ -120,7 +120,7 @@ def mapping_of(value: Any, what: str, fix: str) -> Mapping:
         NamesError: it is none.
     """
     if not isinstance(value, Mapping):
-        raise NamesError(f"{what} takes a dict from names, got {shown(value)}, in {what}: {fix}")
+        raise NamesError(f"{what} takes a dict with names as keys, got {shown(value)}, in {what}: {fix}")
     return value
 
 

@@ -57,8 +57,8 @@ class NamedArray(Methods):
             once(names, "NamedArray")
         if getattr(array, "ndim", len(names)) != len(names):
             raise NamesError(
-                f"an array has one name for each dimension, got {len(names)} names '{' '.join(map(str, names))}' for "
-                f"{typeof(array)}, in NamedArray: add or remove names"
+                f"an array must have one name for each dimension, got {len(names)} names "
+                f"'{' '.join(map(str, names))}' for {typeof(array)}, in NamedArray: add or remove names"
             )
         self.array = array
         self.names = names
@@ -138,7 +138,7 @@ class NamedArray(Methods):
         wanted = name.name if isinstance(name, Axis) else name
         if not isinstance(wanted, str):
             raise NamesError(
-                f"dimensions go by name, got {wanted!r} for {typeof(self)}, whose names are "
+                f"a dimension must be given by its name, got {wanted!r} for {typeof(self)}, whose names are "
                 f"{', '.join(self.names) or 'none'}: pass one of these"
             )
         if wanted not in self.names:
@@ -147,8 +147,8 @@ class NamedArray(Methods):
             )
         if isinstance(name, Axis) and self.shape[wanted] != name.size:
             raise NamesError(
-                f"a name has one size in an operation, got {name} and {wanted}={self.shape[wanted]} in {typeof(self)}: "
-                "pass the name, or an axis of that size"
+                f"a name must have one size in an operation, got {name} and {wanted}={self.shape[wanted]} in "
+                f"{typeof(self)}: pass the name, or an axis of that size"
             )
         return self.names.index(wanted)
 
@@ -189,7 +189,8 @@ class NamedArray(Methods):
             return str(self)
         if self.names:
             raise NamesError(
-                f"a format is for a scalar, got '{spec}' for {typeof(self)}: select one number, or format np.asarray(x)"
+                f"only a scalar can be formatted, got '{spec}' for {typeof(self)}: select one number, or format "
+                "np.asarray(x)"
             )
         return format(self.item(), spec)
 
@@ -206,7 +207,7 @@ class NamedArray(Methods):
         return known(self, "an index").__index__()
 
     def __iter__(self):
-        raise TypeMismatch(f"a named array is not iterated by position, got {typeof(self)}: use x.unbind(name)")
+        raise TypeMismatch(f"a named array cannot be iterated by position, got {typeof(self)}: use x.unbind(name)")
 
     def __reduce__(self):
         dealt = isinstance(self.array, jax.Array) and _dealt_dims(self)
@@ -236,7 +237,7 @@ def named(array, names: Names) -> NamedArray:
         NamesError: a name is repeated or of another size, their number is not the rank, or the array has names.
     """
     if isinstance(array, NamedArray):
-        raise NamesError(f"an array is named once, got {typeof(array)}, in named: use rename")
+        raise NamesError(f"an array can be named only once, got {typeof(array)}, in named: use rename")
     fix = "write named(array, 'batch embed')"
     if not hasattr(array, "dtype"):
         if isinstance(array, str) or array is None:
@@ -244,18 +245,22 @@ def named(array, names: Names) -> NamedArray:
         array = jnp.asarray(array)
     dims = parse(names).dims if isinstance(names, str) else ()
     if isinstance(names, str) and parse(names) != Shape(dims):
-        raise NamesError(f"names say what the dimensions are, got '{names}', in named: leave states and '...' out")
+        raise NamesError(
+            f"named takes the names of dimensions only, got '{names}', in named: leave out states and '...'"
+        )
     entries = [d.name for d in dims] if isinstance(names, str) else names_of(names, "named", fix)
     words = tuple(e.name if isinstance(e, Axis) else e for e in entries)
     if wrong := [w for w in words if not isinstance(w, str)]:
-        raise NamesError(f"a dimension has a name, got {wrong[0]!r}, in named: write a word")
+        raise NamesError(f"a dimension must have a name, got {wrong[0]!r}, in named: write a word")
     words = tuple(map(str, words))
     if repeated := [n for n in words if words.count(n) > 1]:
-        raise NamesError(f"a name stands for one dimension, got '{' '.join(words)}': rename the second '{repeated[0]}'")
+        raise NamesError(
+            f"a name must stand for one dimension only, got '{' '.join(words)}': rename the second '{repeated[0]}'"
+        )
     if len(words) != len(array.shape):
         raise NamesError(
-            f"an array has one name for each dimension, got {len(words)} names '{' '.join(words)}' "
-            f"for shape {tuple(array.shape)}: add or remove names"
+            f"an array must have one name for each dimension, got {len(words)} names '{' '.join(words)}' for shape "
+            f"{tuple(array.shape)}: add or remove names"
         )
     if POSITIONS in words:
         _refuse_unknown_order(array, words)
@@ -280,8 +285,8 @@ def _refuse_unknown_order(array, names: tuple[str, ...]) -> None:
     if state.mode != "explicit" or set(state.axes[names.index(POSITIONS)]) & set(current_layout().dealt):
         return
     raise NamesError(
-        f"positions are dealt out over devices here, and in which order an array has them is to be known, got "
-        f"{typeof(array)} named '{' '.join(names)}': make it by name, from arange(pos), or of NumPy, or inside of "
+        "positions are dealt out over devices here, so the order of an array's positions must be known, got "
+        f"{typeof(array)} named '{' '.join(names)}': make it by name from arange(pos), from NumPy, or inside "
         "trellis.in_order(f, x)"
     )
 
@@ -292,13 +297,13 @@ def _sliced(array, names: tuple[str, ...], dims: tuple[Dim, ...]) -> NamedArray:
     written = " ".join(map(str, dims))
     if mode_of(mesh) != "manual":
         raise NamesError(
-            f"an array carries its own sharding, got mesh axes in '{written}', in named: write names only "
-            "(mesh axes say what is sliced in manual mode)"
+            f"mesh axes can only be written in manual mode, got mesh axes in '{written}', in named: write names only "
+            "(elsewhere an array carries its own sharding)"
         )
     axes = tuple(a for dim in dims for a in dim.axes)
     if unknown := [a for a in axes if a not in mesh.manual_axes]:
         raise NamesError(
-            f"a slice is one of a manual mesh axis, got '{unknown[0]}' in '{written}', where "
+            f"a dimension can only be a slice over manual mesh axes, got '{unknown[0]}' in '{written}', where "
             f"{', '.join(mesh.manual_axes)} are manual, in named: use one of these"
         )
     slices = tuple(tuple(a for a in dim.axes if mesh.shape[a] > 1) for dim in dims)
@@ -318,12 +323,14 @@ def check_rank(x: NamedArray, what: str) -> None:
     """
     if not is_array(x.array) or isinstance(x.array, NamedArray):
         raise NamesError(
-            f"a named array holds an array, got {shown(x)}, in {what}: a transformation put something else in its place"
+            f"a named array must hold an array, got {shown(x)}, in {what}: look for a transformation that put "
+            "something else in its place"
         )
     if len(x.array.shape) != len(x.names):
         raise NamesError(
-            f"a named array has one name for each dimension, got {len(x.names)} names '{' '.join(x.names)}' for "
-            f"{typeof(x.array)}, in {what}: jax.vmap and jax.lax.scan know no names, use trellis.vmap and trellis.scan"
+            f"a named array must have one name for each dimension, got {len(x.names)} names '{' '.join(x.names)}' for "
+            f"{typeof(x.array)}, in {what}: use trellis.vmap and trellis.scan, since jax.vmap and jax.lax.scan know "
+            "no names"
         )
 
 
@@ -337,8 +344,8 @@ def known(x: NamedArray, what: str):
     if state_of(x.array).pending:
         settled = Shape(x.type.dims, (), x.type.copied)
         raise PendingSumError(
-            f"only settled values can be seen, got {typeof(x)}, in {what}: write "
-            f'reshard("{x.type} -> {settled}", x), or settle(x)'
+            f'only settled values can be read, got {typeof(x)}, in {what}: write reshard("{x.type} -> {settled}", x), '
+            "or settle(x)"
         )
     return x.array
 

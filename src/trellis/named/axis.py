@@ -28,7 +28,7 @@ class Axis:
     def __post_init__(self):
         if not isinstance(self.name, str) or not _NAME.match(self.name):
             raise NamesError(
-                f"an axis has a name of letters, digits and '_', got {self.name!r}, in Axis({self.name!r}, "
+                f"an axis needs a name of letters, digits and '_', got {self.name!r}, in Axis({self.name!r}, "
                 f"{self.size!r}): write Axis('embed', 64)"
             )
         try:
@@ -37,8 +37,8 @@ class Axis:
             size = -1
         if size < 0:
             raise NamesError(
-                f"an axis has a size from 0 on, got {self.size!r}, in Axis({self.name!r}, {self.size!r}): "
-                f"pass a whole number"
+                f"an axis needs a size of 0 or more, got {self.size!r}, in Axis({self.name!r}, {self.size!r}): pass a "
+                "whole number"
             )
 
     def alias(self, name: str) -> "Axis":
@@ -76,8 +76,8 @@ def axes_of(axes: Axes, what: str = "an operation") -> tuple[Axis, ...]:
     found = () if isinstance(axes, str) or not isinstance(axes, Iterable) else tuple(axes)
     if (not found and not isinstance(axes, tuple | list)) or not all(isinstance(a, Axis) for a in found):
         raise NamesError(
-            f"new axes have names and sizes, got {axes!r}, in {what}: write {{'batch': 4, 'embed': 8}} or "
-            f"(Axis('batch', 4), Axis('embed', 8))"
+            f"new axes must have names and sizes, got {axes!r}, in {what}: write {{'batch': 4, 'embed': 8}} or "
+            "(Axis('batch', 4), Axis('embed', 8))"
         )
     once(tuple(a.name for a in found), what)
     return tuple(a if type(a.size) is int else Axis(a.name, _plain(a.size)) for a in found)
@@ -97,9 +97,9 @@ def name_of(name: Name, what: str) -> str:
     if isinstance(name, Axis):
         return name.name
     if not isinstance(name, str):
-        raise NamesError(f"dimensions go by name, got {name!r}, in {what}: pass the dimension's name, a text")
+        raise NamesError(f"a dimension must be given by its name, got {name!r}, in {what}: pass the name as a string")
     if not _NAME.match(name):
-        raise NamesError(f"a name is one word, got {name!r}, in {what}: pass one name, or several in a tuple")
+        raise NamesError(f"a name must be one word, got {name!r}, in {what}: pass one name, or several in a tuple")
     return name
 
 
@@ -112,6 +112,6 @@ def once(names: tuple[str, ...], what: str) -> None:
     if len(set(names)) < len(names):
         twice = next(n for n in names if names.count(n) > 1)
         raise NamesError(
-            f"a name stands for one dimension, got '{' '.join(names)}', in {what}: give the second '{twice}' another "
-            "name"
+            f"a name must stand for one dimension only, got '{' '.join(names)}', in {what}: give the second '{twice}' "
+            "another name"
         )

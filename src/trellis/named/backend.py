@@ -79,6 +79,15 @@ def fences_gradients(a: jax.Array) -> bool:
     return platform_of(a) in ("tpu", "cpu")
 
 
+def fences_sums(a: jax.Array) -> bool:
+    """Whether sums of gathered rows are to be computed before what reads them.
+
+    libtpu would put the additions into a product or a reduction that reads the sum, but not the conversions to float32
+    before them: each would write all rows, and some would be copied to another layout.
+    """
+    return platform_of(a) == "tpu"
+
+
 def made_again(kept):
     """Values from which a backward pass computes others again.
 

@@ -42,15 +42,16 @@ def check_carry(before, after, where: str, body: Callable) -> None:
     bare = lambda tree: jax.tree.structure(jax.tree.map(lambda x: 0, tree, is_leaf=is_named))
     if bare(before) != bare(after):
         raise TypeMismatch(
-            f"a loop's body gives a carry like the one it takes, got {bare(after)} for {bare(before)}, in {where}: "
-            "return the same structure"
+            f"a loop's body must return a carry like the one it takes, got {bare(after)} for {bare(before)}, in "
+            f"{where}: return the same structure"
         )
     moved = []
     for (path, x), (_, y) in zip(old, new, strict=True):
         at = jax.tree_util.keystr(path)
         message = (
-            f"a loop's body gives a carry like the one it takes, got {typeof(y)} for {typeof(x)}, in {where}"
-            f"{f' at {at}' if at else ''}: rename, cast or reshard what the body gives, or start from that"
+            f"a loop's body must return a carry like the one it takes, got {typeof(y)} for {typeof(x)}, in "
+            f"{where}{f' at {at}' if at else ''}: rename, cast or reshard what the body returns, or start with that "
+            "type"
         )
         if not _alike(x, y):
             raise TypeMismatch(message)

@@ -49,7 +49,7 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
     """
     text_of(equation, "einsum", "write einsum('batch embed, embed mlp -> batch mlp', x, w)")
     if not isinstance(settle, bool):
-        raise NamesError(f"einsum settles sums or leaves them, got settle={settle!r}, in einsum: write settle=False")
+        raise NamesError(f"settle must be True or False, got settle={settle!r}, in einsum: write settle=False")
     if operands and not any(isinstance(x, NamedArray | Narrow) for x in operands):
         return einsum_plain(equation, *operands, preferred_element_type=preferred_element_type)
     what = f"einsum('{equation}')"
@@ -57,7 +57,8 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
     lefts, open_ended, out, rest = _parse(equation)
     if len(lefts) != len(operands):
         raise NamesError(
-            f"einsum takes as many arrays as its text, got {len(operands)} for '{equation}': add or remove one"
+            f"einsum needs one array for each operand in its text, got {len(operands)} for '{equation}': add or "
+            "remove one"
         )
     extra: list[str] = []
     for text, more, x in zip(lefts, open_ended, operands, strict=True):
@@ -67,7 +68,7 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
     arrays = [operand(x, what) for x in operands]
     if absent := [n for n in out if not any(n in x.names for x in arrays)]:
         raise NamesError(
-            f"a result's names come from its operands, got '{absent[0]}' in '{equation}' for {types_of(arrays)}: "
+            f"a result can only have names of its operands, got '{absent[0]}' in '{equation}' for {types_of(arrays)}: "
             "correct the name"
         )
     return _products(arrays, out, what, preferred_element_type, settle, mark)
@@ -175,7 +176,7 @@ def _summed(arrays: list[NamedArray], over: Names) -> Words:
             x.index(name)
         if len(having) < min(2, len(arrays)):
             raise NamesError(
-                f"dot sums over names that its operands share, got '{word}' for {types_of(arrays)}, in "
+                f"dot can only sum over names that its operands share, got '{word}' for {types_of(arrays)}, in "
                 f"{_what(words)}: correct the name, or sum the one that has it with .sum('{word}') first"
             )
     return words
@@ -185,12 +186,14 @@ def _summed(arrays: list[NamedArray], over: Names) -> Words:
 def _parse(equation: str) -> tuple[tuple[tuple[str | int, ...], ...], tuple[bool, ...], tuple[str | int, ...], bool]:
     left, arrow, right = equation.partition("->")
     if not arrow:
-        raise NotationError(f"an einsum has one '->', got none, in '{equation}': write what the result's names are")
+        raise NotationError(
+            f"an einsum must have one '->', got none, in '{equation}': write it and the names of the result"
+        )
     lefts, out = [parse(part.strip()) for part in left.split(",")], parse(right.strip())
     if any(dim.axes for shape in (*lefts, out) for dim in shape.dims):
         raise NotationError(
-            f"named arrays carry their sharding, got mesh axes in '{equation}': write names only "
-            f"(mesh axes are for plain arrays in manual mode)"
+            f"an einsum of named arrays takes names only, got mesh axes in '{equation}': leave them out (mesh axes "
+            "are for plain arrays in manual mode)"
         )
     return tuple(s.names for s in lefts), tuple(s.ellipsis for s in lefts), out.names, out.ellipsis
 
@@ -205,8 +208,8 @@ def _check(equation: str, text: Words, x, rest: bool) -> None:
     if absent or left_out:
         seen = f"'{absent[0]}', which is absent" if absent else f"no '{left_out[0]}', which the array has"
         raise NamesError(
-            f"an einsum names the dimensions of its operands, got {seen}, in '{equation}' for {typeof(x)}: "
-            f"correct the text, or rename the array"
+            f"an einsum must name the dimensions of its operands, got {seen}, in '{equation}' for {typeof(x)}: "
+            "correct the text, or rename the array"
         )
 
 

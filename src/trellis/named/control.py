@@ -108,13 +108,11 @@ def _choice(pred, what: str):
         array = pred.array
     if getattr(array, "ndim", 0):
         raise NamesError(
-            f"what is computed next follows from one boolean, got {typeof(pred)}, in {what}: take .all() or .any() of "
-            "it, or choose for each element, with where(...)"
+            f"a condition must be a single boolean, got {typeof(pred)}, in {what}: reduce it with .all() or .any(), "
+            "or choose for each element with where(...)"
         )
     if not isinstance(array, bool) and getattr(array, "dtype", None) != jnp.bool_:
-        raise NamesError(
-            f"what is computed next follows from one boolean, got {shown(pred)}, in {what}: compare it, as in x > 0"
-        )
+        raise NamesError(f"a condition must be a single boolean, got {shown(pred)}, in {what}: compare it, as in x > 0")
     return array
 
 
@@ -150,13 +148,13 @@ def _like(leaves: list, structure, wanted, kinds: list[_Kind]) -> list:
     bare = [jax.tree.structure(s.unflatten([0] * s.num_leaves)) for s in (wanted, structure)]
     if bare[0] != bare[1]:
         raise TypeMismatch(
-            f"both functions of a cond give the same structure, got {bare[0]} and {bare[1]}, in cond: return the same "
-            "tree from both"
+            f"both functions of a cond must return the same structure, got {bare[0]} and {bare[1]}, in cond: return "
+            "the same tree from both"
         )
     for x, kind in zip(leaves, kinds, strict=True):
         if _kind(x).alike != kind.alike:
             raise TypeMismatch(
-                f"both functions of a cond give the same names, sizes and dtypes, got {kind.text} and {typeof(x)}, in "
-                "cond: rename, transpose or cast one of them"
+                f"both functions of a cond must return the same names, sizes and dtypes, got {kind.text} and "
+                f"{typeof(x)}, in cond: rename, transpose or cast one of them"
             )
     return [_placed(x, kind.axes) for x, kind in zip(leaves, kinds, strict=True)]

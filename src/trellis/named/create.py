@@ -44,7 +44,7 @@ def full(axes: Axes, value, dtype=None) -> NamedArray:
     Moves: nothing; each device makes its own slice.
     """
     if getattr(value, "ndim", 0):
-        raise NamesError(f"full takes one value, got one of shape {value.shape}, in full: use broadcast_to")
+        raise NamesError(f"full takes a single value, got one of shape {value.shape}, in full: use broadcast_to")
     value = value.array if isinstance(value, NamedArray) else value
 
     def make(shape, spec):
@@ -81,7 +81,7 @@ def _constant(value, dtype, shape, spec):
 def _one_axis(axis, what: str) -> Axis:
     axes = axes_of(axis, what)
     if len(axes) != 1:
-        raise NamesError(f"{what} goes along one axis, got {', '.join(map(str, axes)) or 'none'}: pass one")
+        raise NamesError(f"{what} takes exactly one axis, got {', '.join(map(str, axes)) or 'none'}: pass one")
     return axes[0]
 
 
@@ -135,10 +135,10 @@ def one_hot(ids: NamedArray, axis: Axis, dtype=jnp.float32) -> NamedArray:
     """
     ids, axis = operand(ids, "one_hot"), _one_axis(axis, "one_hot")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise NamesError(f"ids are whole numbers, got {typeof(ids)}, in one_hot: use .astype('int32')")
+        raise NamesError(f"ids must be whole numbers, got {typeof(ids)}, in one_hot: use .astype('int32')")
     if axis.name in ids.names:
         raise NamesError(
-            f"one_hot adds a dimension, got '{axis.name}' in {typeof(ids)}, in one_hot: rename one of them"
+            f"one_hot must add a new dimension, got '{axis.name}' in {typeof(ids)}, in one_hot: rename one of them"
         )
     return outer(equal, ids, arange(axis, dtype=ids.dtype)).astype(dtype)
 

@@ -34,8 +34,7 @@ def in_order(function: Callable[[Any], Any], x: Any) -> Any:
     given = [leaf for leaf in jax.tree.leaves(x, is_leaf=is_named) if _has_positions(leaf)]
     if not given:
         raise NamesError(
-            f"what goes by the order of positions has the name 'pos', got {shown(x)}, in in_order: call the function "
-            "itself"
+            f"in_order needs an array with the name 'pos', got {shown(x)}, in in_order: call the function directly"
         )
     layout = current_layout()
     if layout is None or not layout.dealt:

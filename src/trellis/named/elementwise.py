@@ -78,8 +78,8 @@ def together(args, what: str):
         if not isinstance(a, NamedArray) and getattr(a, "ndim", 0):
             types = " and ".join(typeof(o) for o in args)
             raise NamesError(
-                f"an operation by name takes named arrays and scalars, got {types} in {what}: "
-                f"name the dimensions with named(array, '...')"
+                f"a named operation takes named arrays and scalars, got {types} in {what}: name the dimensions with "
+                "named(array, '...')"
             )
     args = [operand(a, what) if isinstance(a, NamedArray) else a for a in args]
     operands = [a for a in args if isinstance(a, NamedArray)]
@@ -323,7 +323,7 @@ def _sum_of_pending(x, y, what: str):
     alike = isinstance(x, NamedArray) == isinstance(y, NamedArray) and _pending(x) == _pending(y)
     if not alike or (isinstance(x, NamedArray) and x.names != y.names):
         for a in (x, y):
-            _refuse(a, f"{what} of it and something that is not the same partial sum")
+            _refuse(a, f"{what}, with something that is not the same partial sum,")
     total = jnp.add(_array(x), _array(y))
     return NamedArray(total, x.names, x.slices) if isinstance(x, NamedArray) else total
 
@@ -331,7 +331,7 @@ def _sum_of_pending(x, y, what: str):
 def _scaled(x, factor):
     """Partial sums times a factor, which is held as copies, as JAX's types require."""
     if getattr(factor, "ndim", 0) or _pending(factor):
-        _refuse(x, "multiply of it with something else than a number")
+        _refuse(x, "multiply, by something other than a number,")
     array, factor = _array(x), _array(factor)
     state = state_of(array)
     factor = jnp.asarray(factor, array.dtype if not hasattr(factor, "dtype") else None)

@@ -47,8 +47,8 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
         value, aux = out if has_aux else (out, None)
         if is_named(value) and value.names:
             raise NamesError(
-                f"a gradient is that of one number, got {typeof(value)}, in the gradient of `{_name_of(fn)}`: sum over "
-                "its names, or take their mean"
+                f"only a scalar can be differentiated, got {typeof(value)}, in the gradient of `{_name_of(fn)}`: sum "
+                "or average over its names"
             )
         names.append(is_named(value))
         value = value.array if is_named(value) else value
@@ -85,8 +85,8 @@ def _check_value(value: Any, fn: Callable) -> None:
     dtype = _dtype_of(value)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise NamesError(
-            f"a gradient is that of one real number, got {_seen(value)}, in the gradient of `{_name_of(fn)}`: return a "
-            "loss in floats"
+            f"only a real number can be differentiated, got {_seen(value)}, in the gradient of `{_name_of(fn)}`: "
+            "return a floating-point loss"
         )
 
 
@@ -95,14 +95,14 @@ def _check_arguments(args: tuple, argnums: int | tuple[int, ...], fn: Callable) 
     for number in argnums if isinstance(argnums, tuple | list) else (argnums,):
         if not -len(args) <= number < len(args):
             raise NamesError(
-                f"argnums counts the positional arguments, from 0, got {number} for {len(args)}, in the gradient of "
-                f"`{_name_of(fn)}`: name one of them, and pass it by its position"
+                f"argnums must be the number of a positional argument, from 0, got {number} for {len(args)}, in the "
+                f"gradient of `{_name_of(fn)}`: use that of an argument passed by position"
             )
         for leaf in jax.tree.leaves(args[number], is_leaf=is_named):
             dtype = _dtype_of(leaf.array if is_named(leaf) else leaf)
             if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
                 raise NamesError(
-                    f"what is differentiated is of floats, got {_seen(leaf)} in argument {number}, in the gradient of "
+                    f"only floats can be differentiated, got {_seen(leaf)} in argument {number}, in the gradient of "
                     f"`{_name_of(fn)}`: take it out of the argument, or cast it with astype"
                 )
 
@@ -123,12 +123,12 @@ def _name_of(fn: Callable) -> str:
 # What JAX says of a rule of one's own, a `custom_vjp`'s and a `custom_jvp`'s; and what the rule is to be.
 _RULES = {
     r"rule produced an output of type (?P<given>\S+) corresponding to an input of type (?P<wanted>\S+)": (
-        "a backward rule of one's own gives each gradient where its argument lies, got {given} for an argument of "
+        "a custom backward rule must return each gradient sharded like its argument, got {given} for an argument of "
         "{wanted}",
         "gradient",
     ),
     r"rule must produce primal and tangent outputs .*?Expected (?P<wanted>\S+) .*? got (?P<given>\S+)": (
-        "a forward rule of one's own gives each tangent where its result lies, got {given} for a result of {wanted}",
+        "a custom forward rule must return each tangent sharded like its result, got {given} for a result of {wanted}",
         "tangent",
     ),
 }
@@ -142,7 +142,7 @@ def _raise_of_a_rule(error: Exception, name: str) -> None:
         if types and types["given"] != types["wanted"] and _unsliced(types["given"]) == _unsliced(types["wanted"]):
             raise TypeMismatch(
                 f"{rule.format(**types)}, in the gradient of `{name}`: end the rule with shard({what}) for a "
-                f"parameter's, with shard({what}, 'compute') for an activation's, or with reshard to where it lies"
+                f"parameter's, with shard({what}, 'compute') for an activation's, or with a reshard"
             ) from error
 
 

@@ -33,8 +33,8 @@ def _mapped(layout: Layout, which) -> Layout:
 def _check_map(which, where: str) -> None:
     if not isinstance(which, Mapping) and which not in ("params", "compute"):
         raise NamesError(
-            f"a tree goes where one of the layout's maps says, or a map of one's own, got {which!r}, in {where}: write "
-            "'params', 'compute' or {'embed': 'data'}"
+            f"a tree must be placed by one of the layout's maps or by a map of your own, got {which!r}, in {where}: "
+            "write 'params', 'compute' or {'embed': 'data'}"
         )
 
 
@@ -64,8 +64,8 @@ def shard(tree, which="params"):
         check_rank(x, "shard")
         if x.slices:
             raise NamesError(
-                f"in manual mode one device's slice is moved by reshard, got {typeof(x)}, in shard: write "
-                'reshard("before -> after", x)'
+                f'shard cannot move a slice in manual mode, got {typeof(x)}, in shard: write reshard("before -> '
+                'after", x)'
             )
         layout.check(x.names, tuple(x.shape.values()))
         if not is_tracer(x.array) and not state_of(x.array).pending:
@@ -137,8 +137,8 @@ def named_jit(
     for option, ours in (("donate_argnums", "donate"), ("static_argnums", "static")):
         if option in options:
             raise NamesError(
-                f"positions of arguments are given by donate= and static=, got {option}={options[option]!r}, in "
-                f"named_jit: write {ours}={options[option]!r}"
+                f"named_jit takes donate= and static= for positions of arguments, got {option}={options[option]!r}, "
+                f"in named_jit: write {ours}={options[option]!r}"
             )
     donated, fixed = ((given,) if isinstance(given, int) else tuple(given) for given in (donate, static))
     if fn is None:
@@ -221,8 +221,8 @@ def _check_given_once(donate: tuple[int | str, ...], args: tuple, kwargs: dict) 
             first, other = places.setdefault(_memory(array), (place, given))
             if place != first and not donated.isdisjoint((given, other)):
                 raise NamesError(
-                    f"an array whose memory results may take is given once, got {typeof(x)} as {first} and as {place}, "
-                    "in named_jit(donate=...): copy one of them with jax.tree.map(jax.numpy.copy, ...)"
+                    f"a donated array cannot be passed twice, got {typeof(x)} as {first} and as {place}, in "
+                    "named_jit(donate=...): copy one of them with jax.tree.map(jax.numpy.copy, ...)"
                 )
 
 

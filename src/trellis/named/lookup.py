@@ -194,6 +194,6 @@ def refuse_shared(x: NamedArray, name: str, ids: NamedArray) -> None:
     """
     if clash := [n for n in ids.names if n in x.names and n != name]:
         raise NamesError(
-            f"positions have names that the table has not, got '{clash[0]}' in {types_of([ids, x])}: rename it, or use "
-            f"take_along to look up in each place of '{clash[0]}'"
+            f"positions cannot share other names with the table, got '{clash[0]}' in {types_of([ids, x])}: rename it, "
+            f"or use take_along to look up separately along '{clash[0]}'"
         )

@@ -55,13 +55,14 @@ def length_of(tree, axis: Name, what: str) -> int:
         return axis.size
     if isinstance(axis, Axis):
         raise NamesError(
-            f"{what} goes along one dimension, got {axis} and {types_of(having)}: pass the name, or an axis of its size"
+            f"{what} needs one size for its dimension, got {axis} and {types_of(having)}: pass the name, or an axis "
+            "of its size"
         )
     if len(sizes) != 1:
         seen = f"sizes {sorted(sizes)}" if sizes else "no array with it"
         raise NamesError(
-            f"{what} goes along one dimension, got {seen} for '{name}': pass arrays that have '{name}', of one size, "
-            f"or an Axis('{name}', ...)"
+            f"{what} needs one size for its dimension, got {seen} for '{name}': pass arrays that have '{name}', of "
+            f"one size, or an Axis('{name}', ...)"
         )
     return sizes.pop()
 
@@ -100,8 +101,8 @@ def restore(tree, name: str, what: str, axes: tuple[str, ...] = ()):
             return x
         if name in x.names:
             raise NamesError(
-                f"a name stands for one dimension, got '{' '.join((name, *x.names))}' as a result of {what} over "
-                f"'{name}': rename what the function gives, as in .rename({name}='other')"
+                f"a name must stand for one dimension only, got '{' '.join((name, *x.names))}' as a result of {what} "
+                f"over '{name}': rename the function's result, as in .rename({name}='other')"
             )
         slices = (axes, *(x.slices or ((),) * len(x.names))) if axes or x.slices else ()
         return NamedArray(x.array, (name, *x.names), slices)

@@ -128,8 +128,8 @@ class Narrow:
         if name.startswith("_") or not hasattr(NamedArray, name):
             raise AttributeError(f"a narrow weight has no {name!r}")
         raise _OnlyFactor(
-            f"a narrow weight is a factor of einsum, dot or dot_each, got .{name} of {typeof(self.weight)}, whose "
-            f"products are {self.kind}: take it out of the mark (`.weight`), or leave it without one"
+            f"a narrow weight can only be a factor of einsum, dot or dot_each, got .{name} of {typeof(self.weight)}, "
+            f"whose products are {self.kind}: use its `.weight`, or do not mark it as narrow"
         )
 
 
@@ -146,13 +146,13 @@ def marked(operands: tuple, what: str) -> tuple[tuple[NamedArray, ...], Mark | N
     plain = tuple(x.weight if isinstance(x, Narrow) else x for x in operands)
     if unknown := [kind for kind in kinds if kind not in TYPES]:
         raise NamesError(
-            f"a narrow product is in {', '.join(TYPES)}, got '{unknown[0]}', in {what}: write one of these"
+            f"a narrow product must be in one of {', '.join(TYPES)}, got '{unknown[0]}', in {what}: write one of these"
         )
     if wrong := [x for x in plain if hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.floating)]:
-        raise NamesError(f"a narrow product is one of floats, got {typeof(wrong[0])}, in {what}: cast it, with .astype")
+        raise NamesError(f"a narrow product needs floats, got {typeof(wrong[0])}, in {what}: cast it with .astype")
     if len(kinds) > 1 or len(operands) != 2:
         raise NamesError(
-            f"a narrow product is one of two factors, of one kind, got {', '.join(map(typeof, plain))} of kind "
+            f"a narrow product must have two factors of one kind, got {', '.join(map(typeof, plain))} of kind "
             f"{' and '.join(sorted(kinds))}, in {what}: multiply two at a time"
         )
     if any(isinstance(x, NamedArray) and not x.size for x in plain):
@@ -167,7 +167,7 @@ def _three(mark: Narrow, what: str) -> jax.Array | None:
     largest = mark.largest.array if isinstance(mark.largest, NamedArray) else mark.largest
     if TYPES[mark.kind].in_blocks or largest.shape != (len(FACTORS),) or largest.dtype != jnp.float32:
         raise NamesError(
-            "a product in fp8 or int8 has three largest elements, f32[3], of the activation, the weight and the "
+            "only a product in fp8 or int8 takes largest elements, f32[3], of the activation, the weight and the "
             f"gradient, got {typeof(largest)} for a product in {mark.kind}, in {what}: leave them out, or pass three"
         )
     return largest
@@ -179,12 +179,12 @@ def _one_key(mark: Narrow, what: str) -> jax.Array | None:
     key = mark.key.array if isinstance(mark.key, NamedArray) else mark.key
     if mark.kind != "nvfp4":
         raise NamesError(
-            f"a key rounds the gradients of products in nvfp4, got one for a product in {mark.kind}, in {what}: leave "
-            "it out"
+            f"only products in nvfp4 take a key, to round their gradients, got one for a product in {mark.kind}, in "
+            f"{what}: leave it out"
         )
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
         raise NamesError(
-            f"a narrow weight has one random key in a product, got {typeof(key)}, in {what}: make it with "
+            f"a narrow weight must have one random key in a product, got {typeof(key)}, in {what}: make it with "
             "jax.random.key, or, for a weight of several layers, with tr.random.split along their name"
         )
     return key
@@ -248,7 +248,7 @@ def rounded(
     of = {dim: block_of(fixed.shape[dim], form.block) for dim in dims}
     if cut := [dim for dim in of if cut_by(fixed, dim, form)]:
         raise NamesError(
-            f"numbers that share a scale lie on one device, got {cut_by(fixed, cut[0], form)} slices of dimension "
+            f"numbers that share a scale must be on one device, got {cut_by(fixed, cut[0], form)} slices of dimension "
             f"{cut[0]} of {typeof(fixed)}, in tiles of {of[cut[0]]}, in a product in {kind}: slice it over fewer "
             "devices, or use fp8"
         )
@@ -307,8 +307,8 @@ def not_again(scale, array):
 @not_again.defjvp
 def _refused(primals, tangents):
     raise NamesError(
-        f"a narrow product has first derivatives, got a second one, of a factor {typeof(primals[1])}: differentiate a "
-        "model whose products are not narrow"
+        "a narrow product can only be differentiated once, got a second derivative, of a factor "
+        f"{typeof(primals[1])}: use a model whose products are not narrow"
     )
 
 
@@ -329,8 +329,8 @@ def product(x, y, narrow_x, narrow_y, numbers, *, mark: Mark, dtype, spec=None) 
     """
     if state_of(x).mode == "manual":
         raise NamesError(
-            f"a narrow product takes whole arrays, whose largest element is their scale, got slices of {typeof(x)} and "
-            f"{typeof(y)} in manual mode: multiply outside of shard_map, or plain factors"
+            f"a narrow product needs whole arrays, whose largest elements give the scales, got slices of {typeof(x)} "
+            f"and {typeof(y)} in manual mode: multiply outside of shard_map, or use plain factors"
         )
     summed, batch = (tuple(tuple(int(i) for i in dims) for dims in group) for group in numbers)
     states = (state_of(x), state_of(y))

@@ -45,8 +45,8 @@ def operand(x, what: str, *, pending: bool = False, copies: bool = True) -> Name
     """
     if not isinstance(x, NamedArray):
         raise NamesError(
-            f"an operation by name takes named arrays, got {typeof(x)} in {what}: name its dimensions with "
-            "named(array, '...')"
+            f"a named operation takes named arrays, got {typeof(x)} in {what}: name its dimensions with named(array, "
+            "'...')"
         )
     check_rank(x, what)
     array = on_mesh(x.array, x.names, what)
@@ -76,8 +76,8 @@ def refuse_others(args, what: str) -> None:
             a.refuse()
         if not hasattr(a, "dtype") and not isinstance(a, numbers.Number):
             raise NamesError(
-                f"an operation by name takes named arrays and numbers, got {type(a).__name__} in {what}: pass an array "
-                "(a Narrow weight is a factor of dot, dot_each and einsum; elsewhere, pass its .weight)"
+                f"a named operation takes named arrays and numbers, got {type(a).__name__} in {what}: pass an array "
+                "(a Narrow weight can only be a factor of dot, dot_each and einsum; elsewhere, pass its .weight)"
             )
 
 
@@ -98,8 +98,8 @@ def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
     layout = current_layout()
     if layout is not None and not same_mesh(layout.mesh.abstract_mesh, here):
         raise MeshError(
-            f"a layout holds on its own mesh, got one for ({mesh_text(layout.mesh)}) where the mesh in force is "
-            f"({mesh_text(here)}), in {what}: make a layout for the mesh in force, or leave jax.set_mesh out"
+            f"a layout can only be used on its own mesh, got one for ({mesh_text(layout.mesh)}) where the mesh in "
+            f"force is ({mesh_text(here)}), in {what}: make a layout for the mesh in force, or leave out jax.set_mesh"
         )
     mesh = jax.typeof(array).sharding.mesh
     if mesh.empty:
@@ -110,7 +110,7 @@ def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
     ):
         otherwise = ", its devices in another order" if same_mesh(mesh, here) else ""
         raise MeshError(
-            f"an operation takes arrays of the mesh in force, which is ({mesh_text(here)}), got "
+            f"an operation needs arrays of the mesh in force, which is ({mesh_text(here)}), got "
             f"{_shown(array, names)} of another mesh ({mesh_text(mesh)}{otherwise}), in {what}: move it there first, "
             "with shard(x) or shard(x, 'compute')"
         )
@@ -136,7 +136,7 @@ def on_one_mesh(operands: list[NamedArray], what: str) -> list[NamedArray]:
     mesh = jax.typeof(placed[0].array).sharding.mesh
     if other := [x for x in placed if not same_mesh(jax.typeof(x.array).sharding.mesh, mesh)]:
         raise MeshError(
-            f"an operation takes arrays of one mesh, got {types_of([placed[0], other[0]])} of ({mesh_text(mesh)}) and "
+            f"an operation needs arrays of one mesh, got {types_of([placed[0], other[0]])} of ({mesh_text(mesh)}) and "
             f"({mesh_text(jax.typeof(other[0].array).sharding.mesh)}), in {what}: move one of them, with shard"
         )
     if len(placed) == len(operands) or not any(is_tracer(x.array) for x in operands):
@@ -165,8 +165,8 @@ def _refuse_after_its_mesh(array, names: tuple[str, ...], what: str) -> None:
     except jax.errors.ConcretizationTypeError:
         return
     raise MeshError(
-        f"a gradient of arrays of a mesh is taken while that mesh is in force, got {_shown(array, names)} of the mesh "
-        f"({mesh_text(mesh)}) and none in force, in {what}: take it inside `with layout:`"
+        f"a gradient of arrays of a mesh must be taken while that mesh is in force, got {_shown(array, names)} of the "
+        f"mesh ({mesh_text(mesh)}) and none in force, in {what}: take it inside `with layout:`"
     )
 
 
@@ -234,8 +234,8 @@ def check_sizes(operands: list[NamedArray], what: str) -> None:
         for name, size in x.shape.items():
             if sizes.setdefault(name, size) != size:
                 raise NamesError(
-                    f"a name has one size in an operation, got {name}={sizes[name]} and {name}={size} "
-                    f"in {what} of {types_of(operands)}: rename one of them, or slice it"
+                    f"a name must have one size in an operation, got {name}={sizes[name]} and {name}={size} in {what} "
+                    f"of {types_of(operands)}: rename one of them, or slice it"
                 )
 
 
@@ -256,7 +256,7 @@ def check_contained(operands: list[NamedArray], names: tuple[str, ...], what: st
     """
     if not any(len(x.names) == len(names) for x in operands):
         raise NamesError(
-            f"an operation broadcasts where one operand's names contain the other's, got {types_of(operands)} in "
+            f"an operation can broadcast only if one operand's names contain the other's, got {types_of(operands)} in "
             f"{what}: rename one of them, or ask for all combinations with outer({what}, ...)"
         )
 
@@ -270,8 +270,8 @@ def refuse_pending(x: NamedArray, what: str) -> None:
     if state_of(x.array).pending:
         settled = Shape(x.type.dims, (), x.type.copied)
         raise PendingSumError(
-            f"only linear operations take partial sums, got {what} of {typeof(x)}: write "
-            f'reshard("{x.type} -> {settled}", ...) before, or settle(...)'
+            f'only linear operations take partial sums, got {what} of {typeof(x)}: write reshard("{x.type} -> '
+            f'{settled}", ...) first, or settle(...)'
         )
 
 
@@ -285,8 +285,9 @@ def refuse_cut(names, what: str) -> None:
     cut = [n for n in names if n in layout.cut] if layout is not None and layout.cut else []
     if cut:
         raise NamesError(
-            f"within a pipeline a layer computes each row of '{cut[0]}' on its own, got {what} along '{cut[0]}', of "
-            f"which it sees a microbatch: move it out of the layers, or take the layers out of the layout's compute"
+            f"a layer in a pipeline must compute each row of '{cut[0]}' on its own, got {what} along '{cut[0]}', of "
+            "which it sees only a microbatch: move it out of the layers, or remove the layers from the layout's "
+            "compute"
         )
 
 
@@ -298,9 +299,9 @@ def refuse_dealt(names, what: str, x: NamedArray | None = None) -> None:
     """
     if dealt := [n for n in names if is_dealt(n)]:
         raise NamesError(
-            f"{what} goes by the order of '{dealt[0]}', which is dealt out over devices here, got "
+            f"{what} depends on the order of '{dealt[0]}', which is dealt out over devices here, got "
             f"{typeof(x) if x is not None else dealt[0]}: write it as trellis.in_order(f, x), or train with "
-            "layout.context exchange, which leaves positions in their order"
+            "layout.context exchange, which keeps positions in order"
         )
 
 
@@ -315,13 +316,13 @@ def slices_dealt(name: str, size: int, what: str) -> int:
     slices = current_layout().slices_dealt
     if name == KEY_POSITIONS:
         raise NamesError(
-            f"positions of keys are those of queries where they are dealt out, got '{name}={size}', in {what}: make it "
-            f"of '{POSITIONS}' and write .rename({POSITIONS}='{KEY_POSITIONS}')"
+            f"positions of keys that are dealt out must be made from those of queries, got '{name}={size}', in "
+            f"{what}: make it with '{POSITIONS}' and write .rename({POSITIONS}='{KEY_POSITIONS}')"
         )
     if size % (2 * slices):
         raise NamesError(
-            f"positions are dealt out over {slices} slices here, two pieces each, got '{name}={size}', in {what}: use "
-            f"a length that {2 * slices} divides"
+            f"positions dealt out over {slices} slices must split into two pieces for each, got '{name}={size}', in "
+            f"{what}: use a length that is divisible by {2 * slices}"
         )
     return slices
 

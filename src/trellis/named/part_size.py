@@ -59,9 +59,9 @@ class PartSize:
             NamesError: always.
         """
         raise NamesError(
-            f"within a pipeline a layer computes each row of '{self._name}' on its own, got a number made of how many "
-            f"there are, of which it sees {self._size}: pass the whole number to the layers as an argument, or take "
-            "the layers out of the layout's compute"
+            f"a layer in a pipeline must compute each row of '{self._name}' on its own, got a number made from the "
+            f"count of rows, of which it sees {self._size}: pass the number to the layers as an argument, or remove "
+            "the layers from the layout's compute"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse

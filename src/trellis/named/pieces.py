@@ -62,7 +62,8 @@ def split(x: NamedArray, name: Name, sizes: int | Sequence[int]) -> tuple[NamedA
     if sum(pieces) != size or any(piece < 0 for piece in pieces):
         shown = f"{count} equal pieces" if count is not None else pieces
         raise NamesError(
-            f"the pieces of a dimension add up to it, got {shown} for {name}={size} in {typeof(x)}: give sizes that do"
+            f"the pieces of a dimension must add up to its size, got {shown} for {name}={size} in {typeof(x)}: pass "
+            "sizes that do"
         )
     x = whole(x, (name,), "split")
     return tuple(x.with_array(part) for part in jax.lax.split(x.array, pieces, x.index(name)))
@@ -75,7 +76,7 @@ def _joined(name: str, arrays: list[NamedArray], what: str, sizes_differ: bool):
     check_contained(arrays, names, what)
     if len({x.dtype for x in arrays}) > 1:
         raise TypeMismatch(
-            f"arrays that are joined have one dtype, got {types_of(arrays)}, in {what}: cast with .astype"
+            f"arrays that are joined must have the same dtype, got {types_of(arrays)}, in {what}: cast with .astype"
         )
     arrays = on_one_mesh(arrays, what)
     where = assign(arrays, names)
@@ -92,7 +93,7 @@ def _joined(name: str, arrays: list[NamedArray], what: str, sizes_differ: bool):
 def _several(arrays: Sequence[NamedArray], what: str) -> list[NamedArray]:
     if isinstance(arrays, NamedArray) or not arrays:
         seen = typeof(arrays) if isinstance(arrays, NamedArray) else "none"
-        raise NamesError(f"{what} takes a list of named arrays, got {seen}: pass one array or more in a list")
+        raise NamesError(f"{what} takes a list of named arrays, got {seen}: pass a list of one array or more")
     return [operand(x, what) for x in arrays]
 
 
@@ -123,12 +124,13 @@ def stack(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
     arrays = _several(arrays, "stack")
     if isinstance(name, Axis) and name.size != len(arrays):
         raise NamesError(
-            f"stack makes an axis of as many as it is given, got {name} for {len(arrays)} arrays: correct it"
+            f"the new axis of stack must have the size of the list, got {name} for {len(arrays)} arrays: correct the "
+            "size"
         )
     name = name_of(name, "stack")
     if any(name in x.names for x in arrays):
         raise NamesError(
-            f"stack makes a new dimension, got '{name}' in {typeof(arrays[0])}: choose another name, or concatenate"
+            f"stack must make a new dimension, got '{name}' in {typeof(arrays[0])}: choose another name, or concatenate"
         )
     refuse_dealt((name,), "stack", arrays[0])
     plain, names, slices = _joined(name, arrays, "stack", False)
@@ -155,8 +157,8 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
     refuse_cut(along, "pad")
     if wrong := [n for n, w in along.items() if len(w) != 2 or min(w) < 0]:
         raise NamesError(
-            f"padding adds elements before and after, got {wrong[0]}: {tuple(along[wrong[0]])} for {typeof(x)}, "
-            f"in pad: write {{'{wrong[0]}': (1, 0)}}"
+            f"padding needs two widths of 0 or more, before and after, got {wrong[0]}: {tuple(along[wrong[0]])} for "
+            f"{typeof(x)}, in pad: write {{'{wrong[0]}': (1, 0)}}"
         )
     x = whole(x, tuple(along), "pad")
     fill = jnp.asarray(value, x.dtype)

@@ -68,7 +68,7 @@ def from_slices(operands: list[NamedArray], names: tuple[str, ...]) -> Assignmen
         for dim in x.dims:
             if found.setdefault(str(dim.name), dim.axes) != dim.axes:
                 raise NamesError(
-                    f"in manual mode a name is sliced alike in all operands, got {dim.name} over "
+                    f"in manual mode a name must be sliced the same way in all operands, got {dim.name} over "
                     f"{'/'.join(found[str(dim.name)]) or 'nothing'} and over {'/'.join(dim.axes) or 'nothing'} in "
                     f"{types_of(operands)}: reshard one of them"
                 )
@@ -156,9 +156,9 @@ def bring_to_product(x: NamedArray, where: Assignment | None, other: NamedArray)
     layout = current_layout()
     if layout is None and state_of(x.array).mode == "none" and any(where[n] for n in x.names):
         raise MeshError(
-            f"a product takes arrays of one mesh, got {typeof(x)}, which is on none, beside one that is sliced over "
-            f"{', '.join(a for n in x.names for a in where[n])}, while no layout is in force: "
-            "call it inside `with layout:`, which puts it there"
+            f"a product needs arrays of one mesh, got {typeof(x)}, which is on none, beside one that is sliced over "
+            f"{', '.join(a for n in x.names for a in where[n])}, while no layout is in force: call it inside `with "
+            "layout:`, which puts it there"
         )
     mine, theirs = outside(x), outside(other)
     missing = missing_axes(x, where)
@@ -349,6 +349,6 @@ def one_axis_one_name(where: Assignment, operands: list[NamedArray], what: str) 
         for axis in axes:
             if owner.setdefault(axis, name) != name:
                 raise NamesError(
-                    f"a mesh axis slices one name in an operation, got '{axis}' on '{owner[axis]}' and on '{name}' in "
-                    f"{types_of(operands)}, in {what}: gather one of them, with reshard"
+                    f"a mesh axis can slice only one name in an operation, got '{axis}' on '{owner[axis]}' and on "
+                    f"'{name}' in {types_of(operands)}, in {what}: gather one of them with reshard"
                 )

@@ -204,8 +204,8 @@ def _number(value, word: str, what: str):
     array = value.array if is_named(value) else value
     if word != "dtype" and getattr(array, "ndim", 0):
         raise NamesError(
-            f"a distribution's parameter is one number, got {word}={typeof(value)}, in {what}: draw with 0 and 1, and "
-            "scale by name"
+            f"a distribution's parameter must be a single number, got {word}={typeof(value)}, in {what}: draw with 0 "
+            "and 1, and scale the result by name"
         )
     return array
 
@@ -221,8 +221,8 @@ def plain_key(key, what: str):
     old = not keys and not is_named(key) and getattr(array, "shape", None) == (2,)  # jax.random.PRNGKey's
     if not old and (not keys or array.shape):
         raise NamesError(
-            f"a function draws from one key, got {typeof(key)}, in {what}: pass jax.random.key(0), or one key of "
-            "several with keys['name', i], vmap or scan"
+            f"a random function needs a single key, got {typeof(key)}, in {what}: pass jax.random.key(0), or one key "
+            "of several with keys['name', i], vmap or scan"
         )
     return array
 
@@ -289,8 +289,8 @@ def split(key, name: Name, count: int | None = None) -> NamedArray:
     size = name.size if isinstance(name, Axis) else count
     if size is None or (count is not None and count != size):
         raise NamesError(
-            f"a split makes as many keys as its axis has positions, got {name} and count={count}, in random.split: "
-            "pass a name and a count, or an axis"
+            f"a split needs one count of keys, got {name} and count={count}, in random.split: pass a name and a "
+            "count, or an axis"
         )
     names = (name_of(name, "random.split"),)
     keys = made_in_order(jax.random.split(plain_key(key, "random.split"), size), names, "random.split")
@@ -316,14 +316,16 @@ def dropout(key, x: NamedArray, rate: float) -> NamedArray:
     Moves: nothing.
     """
     if isinstance(rate, int | float) and not 0 <= rate < 1:
-        raise NamesError(f"dropout's rate is from 0 to below 1, got {rate}, in random.dropout: lower it")
+        raise NamesError(
+            f"dropout's rate must be at least 0 and below 1, got {rate}, in random.dropout: use a rate in this range"
+        )
     x = operand(x, "random.dropout", copies=False)
     if isinstance(rate, int | float) and rate == 0:
         return x
     if state_of(x.array).mode == "manual" and any(x.slices):
         raise NamesError(
-            f"random numbers are made of whole arrays, got {typeof(x)}, in random.dropout: drop out outside of "
-            "shard_map, or draw a mask there and pass it in"
+            f"random numbers can only be drawn for whole arrays, got {typeof(x)}, in random.dropout: apply dropout "
+            "outside of shard_map, or draw a mask there and pass it in"
         )
     keep = bernoulli(key, x.axes, 1.0 - rate)
     return where(keep, divide(x, 1.0 - rate), jnp.zeros((), x.dtype))

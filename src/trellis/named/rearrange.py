@@ -29,19 +29,19 @@ def rearrange(x: NamedArray, pattern: str, **sizes: int) -> NamedArray:
     text_of(pattern, "rearrange", "write rearrange(x, 'a b -> b a')")
     left, arrow, right = pattern.partition("->")
     if not arrow:
-        raise NotationError(f"a rearrangement has one '->', got none, in '{pattern}': write 'before -> after'")
+        raise NotationError(f"a rearrangement must have one '->', got none, in '{pattern}': write 'before -> after'")
     x = operand(x, "rearrange", pending=True)
     refuse_if = [n for n in _flat(right) if n != "..." and n not in _flat(left) and n not in x.names]
     if refuse_if:
         raise NamesError(
-            f"the names on the right come from the left, got '{refuse_if[0]}' in '{pattern}' for {typeof(x)}: "
-            f"correct it"
+            f"names on the right must also be on the left, got '{refuse_if[0]}' in '{pattern}' for {typeof(x)}: "
+            "correct it"
         )
     groups = {name for group_name, group in _named_groups(left) if group_name is not None for name in group}
     if unused := [n for n in sizes if n not in groups]:
         raise NamesError(
-            f"sizes are those of the parts of groups on the left, got {unused[0]}={sizes[unused[0]]} in '{pattern}' "
-            f"for {typeof(x)}: leave it out, or correct the name"
+            f"sizes can only be given for parts of groups on the left, got {unused[0]}={sizes[unused[0]]} in "
+            f"'{pattern}' for {typeof(x)}: leave it out, or correct the name"
         )
     x = _split_groups(x, left, sizes, pattern)
     return _merge_groups(x, right, pattern)
@@ -64,8 +64,8 @@ def _split_groups(x: NamedArray, side: str, sizes, pattern: str) -> NamedArray:
     has_rest = any(group == ("...",) for _, group in groups)
     if not has_rest and len(groups) != len(x.names):
         raise NamesError(
-            f"a rearrangement writes every dimension, or '...', got {len(groups)} in '{pattern}' for {typeof(x)}: "
-            f"add the others"
+            f"a rearrangement must write every dimension, or '...', got {len(groups)} in '{pattern}' for {typeof(x)}: "
+            "write each once"
         )
     plain = {group[0] for name, group in groups if name is None}
     free = [n for n in x.names if n not in plain]
@@ -77,8 +77,8 @@ def _split_groups(x: NamedArray, side: str, sizes, pattern: str) -> NamedArray:
         if not name:
             if has_rest and len(free) != 1:
                 raise NamesError(
-                    f"a group beside '...' says what it splits, got '({' '.join(group)})' in '{pattern}': "
-                    f"write name=({' '.join(group)})"
+                    f"a group beside '...' must name the dimension it splits, got '({' '.join(group)})' in "
+                    f"'{pattern}': write name=({' '.join(group)})"
                 )
             name = free[0] if has_rest else x.names[position] if x.names[position] in free else free[0]
         free.remove(name)
@@ -92,8 +92,8 @@ def _merge_groups(x: NamedArray, side: str, pattern: str) -> NamedArray:
     rest = tuple(n for n in x.names if n not in written)
     if rest and ("...",) not in [g for _, g in groups]:
         raise NamesError(
-            f"a rearrangement keeps every dimension, got none of '{rest[0]}' on the right of '{pattern}' "
-            f"for {typeof(x)}: add it"
+            f"a rearrangement must keep every dimension, got none of '{rest[0]}' on the right of '{pattern}' for "
+            f"{typeof(x)}: add it"
         )
     spelled = [(None, (name,)) for name in rest]
     groups = [pair for given in groups for pair in (spelled if given[1] == ("...",) else [given])]

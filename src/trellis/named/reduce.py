@@ -93,10 +93,10 @@ def masked(x: NamedArray, mask, what: str) -> tuple[NamedArray, jax.Array]:
     """
     mask = operand(mask, f"the mask of {what}")
     if mask.dtype != jnp.bool_:
-        raise NamesError(f"a mask says yes or no, got {typeof(mask)}, in {what}: compare, as in `x > 0`")
+        raise NamesError(f"a mask must be boolean, got {typeof(mask)}, in {what}: compare, as in `x > 0`")
     if extra := [n for n in mask.names if n not in x.names]:
         raise NamesError(
-            f"a mask has names of its array, got '{extra[0]}' in {typeof(mask)} for {typeof(x)}: remove it"
+            f"a mask can only have names of its array, got '{extra[0]}' in {typeof(mask)} for {typeof(x)}: remove it"
         )
     check_sizes([x, mask], what)
     x, mask = on_one_mesh([x, mask], what)
@@ -358,8 +358,8 @@ def _position(fn: Callable, what: str, x: NamedArray, over: Name) -> NamedArray:
     (name,) = names_of(x, over if isinstance(over, str | Axis) else (over,), what)
     if not x.shape[name]:
         raise NamesError(
-            f"a position is that of one of the values, got none in {typeof(x)} along '{name}', in {what}: "
-            "leave it out where there are none"
+            f"a position can only be found among values, got none in {typeof(x)} along '{name}', in {what}: skip it "
+            "if there are none"
         )
     refuse_dealt((name,), what, x)
     x = whole(x, (name,), what) if state_of(x.array).mode == "manual" else x

@@ -35,8 +35,8 @@ def rename(x: NamedArray, names: Mapping[Name, Name] | None = None, **more: Name
     renamed = tuple(name_of(new[n], "rename") if n in new else n for n in x.names)
     if len(set(renamed)) < len(renamed):
         raise NamesError(
-            f"a name stands for one dimension, got '{' '.join(renamed)}' after renaming {typeof(x)}: "
-            f"choose another name"
+            f"a name must stand for one dimension only, got '{' '.join(renamed)}' after renaming {typeof(x)}: choose "
+            "another name"
         )
     result = NamedArray(x.array, renamed, x.slices)
     for name in new.values():
@@ -59,7 +59,9 @@ def transpose(x: NamedArray, names: Names) -> NamedArray:
     order = [x.index(w) for w in words]
     if sorted(order) != list(range(len(x.names))):
         shown = " ".join(str(getattr(w, "name", w)) for w in words)
-        raise NamesError(f"a transposition has the array's own names, got '{shown}' for {typeof(x)}: name each once")
+        raise NamesError(
+            f"a transposition must list the array's own names, got '{shown}' for {typeof(x)}: name each once"
+        )
     if order == sorted(order):
         return x
     names = tuple(x.names[i] for i in order)
@@ -93,8 +95,8 @@ def split_axis(x: NamedArray, name: Name, into: Mapping[str, int] | Sequence[Axi
     if not into or len(unknown) > 1 or (not divides if unknown else size != known):
         shown = " ".join(n if s == -1 else f"{n}={s}" for n, s in into.items())
         raise NamesError(
-            f"the parts of a dimension multiply to its size, got '{shown}' for {name}={size} in {typeof(x)}: "
-            f"give sizes that do"
+            f"the parts of a dimension must multiply to its size, got '{shown}' for {name}={size} in {typeof(x)}: "
+            "pass sizes that do"
         )
     sizes = {n: (size // known if known else 0) if s == -1 else s for n, s in into.items()}
     names = x.names[:i] + tuple(sizes) + x.names[i + 1 :]
@@ -133,7 +135,7 @@ def merge_axes(x: NamedArray, names: Sequence[Name], into: Name) -> NamedArray:
     names = (names,) if isinstance(names, str) else names_of(names, "merge_axes", "write ('heads', 'head_dim')")
     words = [x.names[x.index(n)] for n in names]
     if not words:
-        raise NamesError(f"merging takes one dimension or several, got none for {typeof(x)}, in merge_axes: name them")
+        raise NamesError(f"merging needs at least one dimension, got none for {typeof(x)}, in merge_axes: name them")
     once(tuple(words), "merge_axes")
     refuse_cut(words, "merge_axes")
     refuse_dealt((*words, into), "merge_axes", x)
@@ -188,8 +190,8 @@ def broadcast_to(x: NamedArray, axes: Axes) -> NamedArray:
     sizes = {a.name: a.size for a in axes}
     if lost := [n for n in x.names if n not in names]:
         raise NamesError(
-            f"broadcasting keeps every dimension, got none of '{lost[0]}' in '{' '.join(names)}' for {typeof(x)}: "
-            f"add it"
+            f"broadcasting must keep every dimension, got none of '{lost[0]}' in '{' '.join(names)}' for {typeof(x)}: "
+            "add it"
         )
     for axis in axes:
         if axis.name in x.names:

@@ -52,8 +52,8 @@ class Keep:
                 object.__setattr__(self, field, (value,))
             elif value is not None and not (isinstance(value, tuple | list) and all(isinstance(n, str) for n in value)):
                 raise NamesError(
-                    f"what is kept is named by texts, or None for all that is marked, got {field}={shown(value)}, in "
-                    "Keep: write Keep(names=('attn_out', 'mlp_out'))"
+                    f"Keep takes a list of names, or None for everything that is marked, got {field}={shown(value)}, "
+                    "in Keep: write Keep(names=('attn_out', 'mlp_out'))"
                 )
 
     def policy(self):
@@ -124,7 +124,7 @@ def checkpoint(fn: Callable, policy: Keep | Callable | None) -> Callable:
         return fn
     if not isinstance(policy, Keep) and not callable(policy):
         raise TypeMismatch(
-            f"a policy is a Keep or one of jax.checkpoint's, got {policy!r}, in checkpoint: pass Keep(('hidden',)), "
-            "Keep() or jax.checkpoint_policies.dots_saveable"
+            f"a policy must be a Keep or one of jax.checkpoint's, got {policy!r}, in checkpoint: pass "
+            "Keep(('hidden',)), Keep() or jax.checkpoint_policies.dots_saveable"
         )
     return jax.checkpoint(fn, policy=policy.policy() if isinstance(policy, Keep) else policy, prevent_cse=False)

@@ -36,14 +36,16 @@ def selection(x: NamedArray, key, what: str) -> dict[str, Selector]:
         pairs = list(zip(key[::2], key[1::2], strict=True))
     else:
         raise NamesError(
-            f"indexing goes by name, got [{key!r}] for {typeof(x)}: "
-            f'write x["pos", 3], x["pos", 2:5] or x[{{"pos": ids}}]'
+            f'a named array must be indexed by name, got [{key!r}] for {typeof(x)}: write x["pos", 3], x["pos", 2:5] '
+            'or x[{"pos": ids}]'
         )
     found: dict[str, Selector] = {}
     for name, value in pairs:
         name = x.names[x.index(name)]
         if name in found:
-            raise NamesError(f"an index has each name once, got '{name}' twice for {typeof(x)}, in {what}: index twice")
+            raise NamesError(
+                f"an index can have each name only once, got '{name}' twice for {typeof(x)}, in {what}: index twice"
+            )
         found[name] = selector(x, name, value, what)
     refuse_cut(found, what)
     return found
@@ -57,7 +59,14 @@ def selector(x: NamedArray, name: str, value, what: str) -> Selector:
         refuse_pending(value, f"the positions of {what}")
         if value.dtype == jnp.bool_:
             if value.names != (name,):
-                raise _wrong(x, name, value, f"a mask selects along its own name, '{name}'", what, "rename the mask")
+                raise _wrong(
+                    x,
+                    name,
+                    value,
+                    f"a mask must have one name, that of the dimension, '{name}'",
+                    what,
+                    "rename the mask",
+                )
             return _where(x, name, value.array, what)
         return _integers(x, name, value, what)
     if isinstance(value, slice):
@@ -66,7 +75,9 @@ def selector(x: NamedArray, name: str, value, what: str) -> Selector:
         value = np.asarray(value, np.int32 if not len(value) else None)
     if isinstance(value, np.ndarray | np.generic | jax.Array) and value.ndim:
         if value.ndim > 1:
-            raise _wrong(x, name, value, "positions of several dimensions have names", what, "use named(ids, '...')")
+            raise _wrong(
+                x, name, value, "positions of several dimensions must have names", what, "use named(ids, '...')"
+            )
         if value.dtype == bool:
             return _where(x, name, value, what)
         return _integers(x, name, NamedArray(value, (name,)), what)
@@ -74,7 +85,7 @@ def selector(x: NamedArray, name: str, value, what: str) -> Selector:
         return _integers(x, name, NamedArray(value, ()), what)
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         fix = "pass a number, a slice, a list, an array of whole numbers, or a mask"
-        raise _wrong(x, name, value, "a position is a whole number", what, fix)
+        raise _wrong(x, name, value, "a position must be a whole number", what, fix)
     return _inside(x, name, operator.index(value), what)
 
 
@@ -82,8 +93,8 @@ def _inside(x: NamedArray, name: str, position: int, what: str) -> int:
     size = x.shape[name]
     if not -size <= position < size:
         raise NamesError(
-            f"a position is inside its dimension, got {name}[{position}] for {typeof(x)}, in {what}: "
-            f"use {-size} to {size - 1}"
+            f"a position must be inside its dimension, got {name}[{position}] for {typeof(x)}, in {what}: use {-size} "
+            f"to {size - 1}"
         )
     return position % size
 
@@ -92,15 +103,15 @@ def _slice(x: NamedArray, name: str, value: slice, what: str) -> slice:
     try:
         start, stop, step = value.indices(x.shape[name])
     except (TypeError, ValueError) as error:
-        fix = "use take with start + arange(...) where the start is a value of the program, and steps other than 0"
-        raise _wrong(x, name, value, "a slice is made of numbers", what, fix) from error
+        fix = "use take with start + arange(...) if the start is a value of the program, and a step other than 0"
+        raise _wrong(x, name, value, "a slice needs known whole numbers and a step other than 0", what, fix) from error
     count = len(range(start, stop, step))
     return slice(start, start + (count - 1) * step + (1 if step > 0 else -1), step) if count else slice(0, 0, 1)
 
 
 def _integers(x: NamedArray, name: str, ids: NamedArray, what: str) -> NamedArray:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise _wrong(x, name, ids, "positions are whole numbers", what, "use .astype('int32')")
+        raise _wrong(x, name, ids, "positions must be whole numbers", what, "use .astype('int32')")
     if isinstance(ids.array, np.ndarray):
         if outside := [i for i in ids.array.ravel().tolist() if not -x.shape[name] <= i < x.shape[name]]:
             _inside(x, name, outside[0], what)
@@ -121,10 +132,12 @@ def _where(x: NamedArray, name: str, mask, what: str) -> NamedArray:
     """The positions where a mask is true."""
     if mask.shape != (x.shape[name],):
         fix = f"compare along '{name}'"
-        raise _wrong(x, name, mask, "a mask has the size of the dimension that it selects from", what, fix)
+        raise _wrong(x, name, mask, "a mask must have the size of the dimension that it selects from", what, fix)
     if is_tracer(mask):
         fix = f"use where(mask, x, 0), or x.sum('{name}', where=mask), or select outside of jit"
-        raise _wrong(x, name, mask, "how many a mask selects is known outside of jit only", what, fix)
+        raise _wrong(
+            x, name, mask, "a mask can select only outside of jit, where the number of results is known", what, fix
+        )
     return NamedArray(np.flatnonzero(np.asarray(mask)).astype(np.int32), (name,))
 
 

@@ -48,7 +48,9 @@ class Stacked(eqx.Module):
             NamesError: the layers are not an axis.
         """
         if not isinstance(axis, Axis):
-            raise NamesError(f"layers are made along an axis, got {axis!r}, in Stacked.init: write Axis('layers', 4)")
+            raise NamesError(
+                f"layers must be made along an axis, got {axis!r}, in Stacked.init: write Axis('layers', 4)"
+            )
         return Stacked(vmap(make, axis)(split(key, axis)), axis, unrolled, unroll)
 
     def layer(self, i: int):

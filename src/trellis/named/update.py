@@ -135,8 +135,8 @@ class _Update:
         self.own = [n for n in self.id_names if n not in self.aligned]
         if clash := [n for n in self.own if n in rest]:
             raise NamesError(
-                f"positions have names that the array has not where it is sliced, got '{clash[0]}' in {typeof(x)}, "
-                f"in {what}: rename it"
+                f"positions cannot have the name of a dimension that is indexed with a slice, got '{clash[0]}' in "
+                f"{typeof(x)}, in {what}: rename it"
             )
         check_sizes([NamedArray(x.array, tuple(f"{n} updated" if n in arrays else n for n in x.names)), *ids], what)
         self.free = [n for n in rest if n not in self.aligned]
@@ -168,8 +168,8 @@ class _Update:
             if "scatter_mul gradients" not in str(error):
                 raise
             raise NamesError(
-                f"JAX has no derivative of factors at places that may be met twice, got {method} of {typeof(self.x)} "
-                f"at positions that are values, in {self.what}: read the places, x[...], and set what you make of them"
+                f"JAX cannot differentiate an update by factors at positions that may repeat, got {method} of "
+                f"{typeof(self.x)} at positions that are values, in {self.what}: read x[...], and set the result"
             ) from error
 
     def _whole(self, array, names, x: NamedArray, axes):
@@ -185,7 +185,7 @@ class _Update:
     def _values(self, value: NamedArray, names: list[str], axes):
         if extra := [n for n in value.names if n not in names]:
             raise NamesError(
-                f"an update has names of its place, got '{extra[0]}' in {typeof(value)} for "
+                f"an update's value can only have names of the updated part, got '{extra[0]}' in {typeof(value)} for "
                 f"'{' '.join(names)}', in {self.what}: rename or select"
             )
         sizes = {n: s for i in self.ids for n, s in i.shape.items() if n in self.own}
@@ -195,13 +195,13 @@ class _Update:
         rank = lambda a: next((i for i, kind in enumerate(kinds) if jnp.issubdtype(a.dtype, kind)), -1)
         if rank(value) < rank(self.x):
             raise TypeMismatch(
-                f"an update keeps the dtype of its array, got {typeof(value)} for {typeof(self.x)}, in {self.what}: "
-                "cast the value with .astype"
+                f"an update must keep the dtype of its array, got {typeof(value)} for {typeof(self.x)}, in "
+                f"{self.what}: cast the value with .astype"
             )
         if wrong := [n for n, s in value.shape.items() if s != sizes[n]]:
             raise NamesError(
-                f"a name has one size in an operation, got {wrong[0]}={value.shape[wrong[0]]} in {typeof(value)} for a "
-                f"place of {wrong[0]}={sizes[wrong[0]]}, in {self.what}: slice it"
+                f"a name must have one size in an operation, got {wrong[0]}={value.shape[wrong[0]]} in "
+                f"{typeof(value)} for a place of {wrong[0]}={sizes[wrong[0]]}, in {self.what}: slice it"
             )
         kept = tuple(n for n in names if n in value.names)
         value = value.with_array(value.array.astype(self.x.dtype))

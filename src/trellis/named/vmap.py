@@ -81,8 +81,8 @@ def _in_manual(fn: Callable, name: str, length: int, tree):
     sliced = {x.slices[x.index(name)] if x.slices else () for x in having} or {()}
     if len(sliced) > 1:
         raise NamesError(
-            f"in manual mode a name is sliced alike in all operands, got {types_of(having)}, in vmap over '{name}': "
-            "reshard one of them"
+            f"in manual mode a name must be sliced the same way in all operands, got {types_of(having)}, in vmap over "
+            f"'{name}': reshard one of them"
         )
     (axes,) = sliced
     length //= math.prod(jax.sharding.get_abstract_mesh().shape[a] for a in axes)
@@ -114,30 +114,31 @@ def _in_our_words(error: Exception) -> str | None:
     text = str(error)
     if "Mapped away dimension" in text:
         return (
-            f"vmap goes over a dimension that its arrays have sliced alike, got {text.split(': ')[-1]} of one mapped "
-            "array and another: call it while their layout is in force, or place one with shard(x, {...})"
+            f"vmap needs arrays whose mapped dimension is sliced the same way, got {text.split(': ')[-1]} of one "
+            "mapped array and another: call it while their layout is in force, or place one with shard(x, {...})"
         )
     if "Length of device assignment" in text:
         return (
-            "vmap takes arrays of one mesh, got some that are on none, while no layout is in force: call it inside "
+            "vmap needs arrays of one mesh, got some that are on none, while no layout is in force: call it inside "
             "`with layout:`, which puts them there"
         )
     if refuses_copies(error):  # under a map `nn` makes no copies in what is called at once
         return (
-            "JAX maps an operation over slices that are no copies (`~`), got one inside of a cond, a loop or a jit, in "
+            "JAX cannot map an operation on copies (`~`) over slices, got one inside a cond, a loop or a jit, in "
             "vmap: use where(...) instead of cond, or let the layout's compute slice the mapped name"
         )
     if text.startswith("Resource axis:") and text.rstrip(".").endswith("is not found in mesh: ()"):
         return (
-            "JAX maps over slices what lies on the mesh, got a value that is on none: a while_loop over slices that "
-            "carries something else too (a counter, say), or an array that jax.grad differentiates inside, in vmap: "
-            "use a scan of a fixed length and where(...), or pass the array as an argument of the mapped function"
+            "JAX can map over slices only what lies on the mesh, got a value that is on none: a while_loop over slices "
+            "that carries something else too (a counter, for example), or an array that jax.grad differentiates "
+            "inside, in vmap: use a scan of a fixed length and where(...), or make the array an argument of the mapped "
+            "function"
         )
     if "pvary is a invariant->variant" in text:  # as in JAX 0.10.2 to 0.12.0
         return (
-            "in manual mode JAX maps a cond whose branches read what is mapped, got a branch that reads an array which "
-            "devices hold alike, in vmap: use where(...) instead of cond, or make the array an argument of the mapped "
-            "function"
+            "in manual mode JAX can map a cond only if its branches read mapped arrays, got a branch that reads an "
+            "array which is the same on all devices, in vmap: use where(...) instead of cond, or make the array an "
+            "argument of the mapped function"
         )
     if (
         "partitions cannot overlap" in text
@@ -151,14 +152,14 @@ def _in_our_words(error: Exception) -> str | None:
             else "make it an argument of the function, or take a gradient inside with tr.grad"
         )
         return (
-            "a mapped function reads arrays that are whole along the mesh axes it is mapped over, got one in slices "
-            f"of them ({seen.strip().splitlines()[0]}), in vmap: {fix}"
+            "a mapped function can only read arrays that are whole along the mesh axes it is mapped over, got one "
+            f"sliced over them ({seen.strip().splitlines()[0]}), in vmap: {fix}"
         )
     if type(error).__name__ == "ShardingTypeError":  # a private name of JAX's
         return (
-            "JAX maps an operation over slices where it knows how these are sliced, got one where it does not "
-            f"({text.splitlines()[0]}), in vmap: use operations by name, where(...) instead of cond, tr.map instead of "
-            "vmap for linear algebra, or take that name out of the layout's compute"
+            "JAX can map an operation over slices only if it knows how they are sliced, got one where it does not "
+            f"({text.splitlines()[0]}), in vmap: use named operations, use where(...) instead of cond, use tr.map "
+            "instead of vmap for linear algebra, or remove that name from the layout's compute"
         )
     return None
 

@@ -54,7 +54,7 @@ class Precision:
     units for it, and where a step waits for gathered weights."""
 
     amax_history: int = 0
-    """How many earlier steps' largest elements give the scales of products in fp8 and int8; 0 for those of the step
+    """Number of earlier steps whose largest elements give the scales of products in fp8 and int8; 0 for the step
     itself. Choose it if finding the largest element first, and then rounding, takes too long; elements larger than in
     those steps are clipped."""
 
@@ -69,7 +69,7 @@ class Precision:
         object.__setattr__(self, "products", FrozenMap(self.products))
         if self.updates == "random" and self.params == "float32":
             raise UserError(
-                "Updates are rounded where parameters are kept in a type below float32.",
+                "Random rounding of updates needs parameters in a type below float32.",
                 seen="updates=random, params=float32",
                 where="updates",
                 fix="use params=bfloat16 too, or updates=nearest",
@@ -77,10 +77,10 @@ class Precision:
 
         if self.amax_history < 0 or (self.amax_history and not set(self.products.values()) & {"fp8", "int8"}):
             raise UserError(
-                "Scales are delayed where products in fp8 or int8 have some.",
+                "`amax_history` must be 0 or more, and needs products in fp8 or int8.",
                 seen=f"amax_history={self.amax_history}, products={dict(self.products)}",
                 where="amax_history",
-                fix="use amax_history=0, or 1 and more with products in fp8 or int8",
+                fix="use amax_history=0, or 1 or more with products in fp8 or int8",
             )
 
     @property

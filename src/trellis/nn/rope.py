@@ -19,7 +19,7 @@ from trellis.named.placing import move
 def _check_positive(**values: float) -> None:
     for name, value in values.items():
         if value <= 0:
-            raise UserError(f"`{name}` is positive.", seen=f"{name}={value}", where=name, fix="use more than 0")
+            raise UserError(f"`{name}` must be positive.", seen=f"{name}={value}", where=name, fix="use more than 0")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,10 @@ class Llama3Scaling:
     factor: float
     """How many times longer the context is than in training. Set it to the new length over the old one."""
     low_freq_factor: float
-    """Waves longer than original_context / low_freq_factor are stretched fully. Leave it at 1, as released models have
-    it."""
+    """Waves longer than original_context / low_freq_factor are stretched fully. Leave it at 1, as in released
+    models."""
     high_freq_factor: float
-    """Waves shorter than original_context / high_freq_factor are kept. Leave it at 4, as released models have it."""
+    """Waves shorter than original_context / high_freq_factor are kept. Leave it at 4, as in released models."""
     original_context: int
     """Positions in training. Set it to the length that the model was first trained with."""
 
@@ -60,7 +60,7 @@ class Llama3Scaling:
         )
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
-                "Waves that are kept are shorter than those that are stretched fully.",
+                "`high_freq_factor` must be greater than `low_freq_factor`.",
                 seen=f"low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}",
                 where="high_freq_factor",
                 fix=f"use more than {self.low_freq_factor}, as in {4 * self.low_freq_factor}",
@@ -84,24 +84,24 @@ class YarnScaling:
     factor: float
     """How many times longer the context is than in training. Set it to the new length over the old one."""
     beta_fast: float = 32.0
-    """Waves that turn more often than this in the original context are kept. Leave it at 32, as released models have
-    it."""
+    """Waves that turn more often than this in the original context are kept. Leave it at 32, as in released models."""
     beta_slow: float = 1.0
-    """Waves that turn less often than this in it are stretched fully. Leave it at 1, as released models have it."""
+    """Waves that turn less often than this in it are stretched fully. Leave it at 1, as in released models."""
     original_context: int
     """Positions in training. Set it to the length that the model was first trained with."""
     truncate: bool = True
-    """Whether the ramp begins and ends at whole frequencies. Set it as an imported model has it."""
+    """Whether the ramp begins and ends at whole frequencies. Set it to the value of an imported model."""
     mscale: float = 1.0
-    """How fast queries and keys grow with the log of the factor. Set it as an imported model has it."""
+    """How fast queries and keys grow with the log of the factor. Set it to the value of an imported model."""
     mscale_all_dim: float = 0.0
-    """The part of this growth that a model leaves to the scale of its scores. Set it as an imported model has it."""
+    """The part of this growth that a model leaves to the scale of its scores. Set it to the value of an imported
+    model."""
 
     def __post_init__(self):
         _check_positive(factor=self.factor, beta_slow=self.beta_slow, original_context=self.original_context)
         if self.beta_fast <= self.beta_slow:
             raise UserError(
-                "Waves that are kept turn more often than those that are stretched fully.",
+                "`beta_fast` must be greater than `beta_slow`.",
                 seen=f"beta_fast={self.beta_fast}, beta_slow={self.beta_slow}",
                 where="beta_fast",
                 fix=f"use more than {self.beta_slow}, as in {32 * self.beta_slow}",
@@ -164,7 +164,7 @@ def rotary_tables(
             an element of the first half with its counterpart in the second.
     """
     theta = number_of(
-        theta, "theta", "rotary_tables", "pass a number of Python's, or scale the positions by what is learned"
+        theta, "theta", "rotary_tables", "pass a Python number, or scale the positions by the learned value"
     )
     if pairs is None:
         rates = np.tile(frequencies(head_dim.size, theta, scaling), 2)

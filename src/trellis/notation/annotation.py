@@ -55,8 +55,8 @@ class DType:
     def __getitem__(self, text: str | bytes) -> ArrayType:
         if not isinstance(text, str):
             raise NotationError(
-                f"an annotation's shape is a text, got {text!r}, in '{self.name}[...]': "
-                f'write {self.name}["batch/data pos embed"]'
+                f"an annotation's shape must be a string, got {text!r}, in '{self.name}[...]': write "
+                f'{self.name}["batch/data pos embed"]'
             )
         return ArrayType(self.name, parse(text))
 
@@ -98,7 +98,8 @@ def _jax_dtype(name: str):
         return jax.eval_shape(lambda: jax.random.key(0)).dtype
     if name == "shaped":
         raise NotationError(
-            "an abstract tree needs each dtype, got 'shaped', in an annotation: write f32, bf16, ... instead"
+            "an abstract tree needs a dtype for each array, got 'shaped', in an annotation: write f32, bf16, ... "
+            "instead"
         )
     return np.dtype(_DTYPES[name])
 
@@ -127,14 +128,14 @@ class Stack:
     def __class_getitem__(cls, item) -> StackType:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
             raise NotationError(
-                f"a stack has a leading dimension and a type, got {item!r}, in 'Stack[...]': "
-                f'write Stack["layers", Block]'
+                f"Stack takes a leading dimension and a type, got {item!r}, in 'Stack[...]': write "
+                'Stack["layers", Block]'
             )
         prefix = parse(item[0])
         if prefix.pending or prefix.copied or prefix.ellipsis or not prefix.dims:
             raise NotationError(
-                f"a stack's leading dimension is a dimension, got '{item[0]}', in 'Stack[...]': "
-                f'write states in the annotations of the fields, as in Stack["layers", Block]'
+                f"a stack's first part must consist of dimensions only, got '{item[0]}', in 'Stack[...]': write "
+                'states in the annotations of the fields, as in Stack["layers", Block]'
             )
         return StackType(prefix, item[1])
 
@@ -149,8 +150,9 @@ def hints_of(obj) -> dict[str, typing.Any]:
         return _hints(obj)
     except NameError as error:
         raise NotationError(
-            f"annotations can be evaluated where they stand, got {error}, in `{getattr(obj, '__qualname__', obj)}`: "
-            f"define that name at the module's top level, or drop `from __future__ import annotations`"
+            f"annotations must use names that can be looked up from the module, got {error}, in "
+            f"`{getattr(obj, '__qualname__', obj)}`: define that name at the module's top level, or drop `from "
+            "__future__ import annotations`"
         ) from error
 
 

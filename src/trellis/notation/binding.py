@@ -59,8 +59,8 @@ class Bindings:
         bound, first = self.sizes.setdefault(name, (size, place))
         if bound != size:
             raise TypeMismatch(
-                f"a name has one length in a call, got {name}={bound} from {first} and {name}={size} from {place}, "
-                f"in `{self.function}`: make them agree, or give one of them another name"
+                f"a name must have one length in a call, got {name}={bound} from {first} and {name}={size} from "
+                f"{place}, in `{self.function}`: make them agree, or give one of them another name"
             )
 
 
@@ -111,7 +111,7 @@ def whole_sizes(shape: Shape, array, place: str) -> tuple[int, ...]:
     rank = len(shape.dims)
     if len(array.shape) != rank and not (shape.ellipsis and len(array.shape) > rank):
         raise TypeMismatch(
-            f"a type names each dimension, got {rank}{' or more' if shape.ellipsis else ''} in '{shape}' and "
+            f"a type must name every dimension, got {rank}{' or more' if shape.ellipsis else ''} in '{shape}' and "
             f"{len(array.shape)} in {typeof(array)}, in {place}: write all dimensions, or '...' for leading ones"
         )
     manual = manual_axes()
@@ -132,8 +132,8 @@ def bind_shape(shape: Shape, array, place: str, bindings: Bindings | None) -> No
         if isinstance(dim.name, int):
             if dim.name != size:
                 raise TypeMismatch(
-                    f"a literal dimension has that size, got {size} where '{shape}' says {dim.name}, in {place}: "
-                    f"pass an array of {dim.name}, or write a name"
+                    f"a literal dimension must match the array's size, got {size} where '{shape}' says {dim.name}, in "
+                    f"{place}: pass an array of {dim.name}, or write a name"
                 )
         elif bindings is not None:
             bindings.bind(dim.name, size, place)
@@ -152,18 +152,18 @@ def check_array(x, kind: ArrayType, place: str, bindings: Bindings, *, strict: b
         TypeMismatch: in one of these.
     """
     if not is_array(x):
-        raise TypeMismatch(f"an array of type {kind} goes here, got {typeof(x)}, in {place}: pass an array")
+        raise TypeMismatch(f"expected an array of type {kind}, got {typeof(x)}, in {place}: pass an array")
     array = x.array if is_named(x) else x
     if is_named(x) and not _same_names(kind.shape, tuple(x.names)):
         raise TypeMismatch(
-            f"a named array has the names of its annotation in their order, got {typeof(x)} for {kind}, in {place}: "
-            f"rename or rearrange it to '{kind.shape.bare()}', or correct the annotation"
+            f"a named array must have the names of its annotation in the same order, got {typeof(x)} for {kind}, in "
+            f"{place}: rename or rearrange it to '{kind.shape.bare()}', or correct the annotation"
         )
     seen = short_dtype(array.dtype)
     if kind.dtype not in (seen, "shaped"):
         raise TypeMismatch(
-            f"an array has the dtype of its annotation, got {typeof(x)} for {kind}, in {place}: "
-            f"cast it to {kind.dtype}, or annotate {seen}"
+            f"an array must have the dtype of its annotation, got {typeof(x)} for {kind}, in {place}: cast it to "
+            f"{kind.dtype}, or annotate {seen}"
         )
     bind_shape(kind.shape, array, place, bindings)
     if strict or kind.shape.mesh_axes or kind.shape.pending or kind.shape.copied:
@@ -240,10 +240,11 @@ def _without(shape: Shape, axes: set[str]) -> Shape:
 
 def _mismatch(x, kind: ArrayType, wanted: Shape, held: Shape, place: str):
     raise TypeMismatch(
-        f"an annotation that mentions a mesh axis says the whole sharding, got {typeof(x)} for {kind}, in {place}: "
+        f"an annotation that mentions a mesh axis must match the whole sharding, got {typeof(x)} for {kind}, in "
+        f"{place}: "
         + (
-            f'write reshard("{held} -> {wanted}", ...) before, or correct the annotation'
+            f'write reshard("{held} -> {wanted}", ...) first, or correct the annotation'
             if held != wanted
-            else "reshard it before, or correct the annotation"
+            else "reshard it first, or correct the annotation"
         )
     )

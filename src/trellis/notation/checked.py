@@ -64,8 +64,8 @@ def checked(fn: Callable) -> Callable:
     ...     scale(jnp.ones((2, 3)), jnp.ones(4))
     Traceback (most recent call last):
         ...
-    trellis.notation.binding.TypeMismatch: a name has one length in a call, got embed=3 from argument `x` of `scale`
-    and embed=4 from argument `by` of `scale`, in `scale`: make them agree, or give one of them another name
+    trellis.notation.binding.TypeMismatch: a name must have one length in a call, got embed=3 from argument `x` of
+    `scale` and embed=4 from argument `by` of `scale`, in `scale`: make them agree, or give one of them another name
 
     Raises:
         TypeMismatch: a value is not what its annotation says; names both places.
@@ -146,13 +146,13 @@ def _walk(path, leaf, value, hint, place: str) -> Leaf:
         if isinstance(hint, ArrayType):
             if key is not None and not is_array(value):
                 raise TypeMismatch(
-                    f"an array of type {hint} goes here, got {typeof(value)}, in {_at(place, text)}: pass an array, "
-                    f"or annotate the container, as in list[{hint!r}]"
+                    f"expected an array of type {hint}, got {typeof(value)}, in {_at(place, text)}: pass an array, or "
+                    f"annotate the container, as in list[{hint!r}]"
                 )
             if leaf is None:
                 raise TypeMismatch(
-                    f"an array of type {hint} goes here, got None, in {_at(place, text)}: "
-                    f"pass an array, or annotate `{hint!r} | None`"
+                    f"expected an array of type {hint}, got None, in {_at(place, text)}: pass an array, or annotate "
+                    f"`{hint!r} | None`"
                 )
             return Leaf(_at(place, text), leaf, hint.under(Shape(prefix)) if prefix else hint)
         if key is None or hint is None:
@@ -186,14 +186,14 @@ def _resolve(hint, prefix: tuple, value, place: str):
         if hint is None:
             shown = " | ".join(map(hint_text, options))
             raise TypeMismatch(
-                f"a value is one of its annotation's alternatives, got {typeof(value)} for {shown}, in {place}: "
-                f"pass one of these"
+                f"a value must match one of its annotation's alternatives, got {typeof(value)} for {shown}, in "
+                f"{place}: pass a value of one of these types"
             )
     if isinstance(hint, type) and dataclasses.is_dataclass(hint) and array_types(hint):
         if not isinstance(value, hint):
             raise TypeMismatch(
-                f"a value is of its annotated class, got {typeof(value)} for {hint.__name__}, in {place}: "
-                f"pass a {hint.__name__}"
+                f"a value must be of its annotated class, got {typeof(value)} for {hint.__name__}, in {place}: pass a "
+                f"{hint.__name__}"
             )
         hint = type(value)
     return hint, prefix
@@ -225,7 +225,7 @@ def _step(value, hint, key):
         if typing.get_origin(hint) is tuple and not (len(args) == 2 and args[1] is Ellipsis):
             if len(args) != len(value):
                 raise TypeMismatch(
-                    f"a tuple has as many members as its annotation, got {len(value)} for {len(args)}, in `{word}`: "
+                    f"a tuple must have the length of its annotation, got {len(value)} for {len(args)}, in `{word}`: "
                     f"pass {len(args)}"
                 )
             return child, args[key.idx], word

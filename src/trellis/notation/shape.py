@@ -103,8 +103,8 @@ def _read_once(read: Callable) -> Callable:
     def reading(text: str):
         if not isinstance(text, str):
             raise NotationError(
-                f"the notation is a text, got a {type(text).__name__} in its place: put the text first, as in "
-                "parse('batch/data embed') and reshard('embed/data -> embed', x)"
+                f"the notation must be a string, got a {type(text).__name__} in its place: pass the string first, as "
+                "in parse('batch/data embed') and reshard('embed/data -> embed', x)"
             )
         return known(text)
 
@@ -119,7 +119,7 @@ def parse(text: str) -> Shape:
     Traceback (most recent call last):
         ...
     trellis.notation.shape.NotationError: mesh axis 'data' is used twice,
-    in 'batch/data pos embed/data/model': an array is sliced, summed or copied over a mesh axis once
+    in 'batch/data pos embed/data/model': use each mesh axis once, to slice, sum or copy the array
     >>> str(parse("batch/data  embed +model"))
     'batch/data embed +model'
 
@@ -141,7 +141,7 @@ def parse(text: str) -> Shape:
             continue
         if pending or copied:
             raise _fail(
-                text, f"dimension '{word}' stands after a state", "write all dimensions first, then '+axis' and '~axis'"
+                text, f"dimension '{word}' comes after a state", "write all dimensions first, then '+axis' and '~axis'"
             )
         if word == "...":
             if index:
@@ -171,7 +171,7 @@ def parse(text: str) -> Shape:
     for axis in used:
         if used.count(axis) > 1:
             raise _fail(
-                text, f"mesh axis '{axis}' is used twice", "an array is sliced, summed or copied over a mesh axis once"
+                text, f"mesh axis '{axis}' is used twice", "use each mesh axis once, to slice, sum or copy the array"
             )
     return shape
 
@@ -187,7 +187,7 @@ def parse_transition(text: str) -> tuple[Shape, Shape]:
     if len(sides) != 2:
         raise _fail(
             text,
-            f"a transition has one '->', got {len(sides) - 1}",
+            f"a transition must have exactly one '->', got {len(sides) - 1}",
             "write 'before -> after', as in 'embed/data -> embed'",
         )
     before, after = parse(sides[0].strip()), parse(sides[1].strip())

@@ -35,7 +35,9 @@ def struct(cls):
     P(None, 'data', 'model')
     """
     if not isinstance(cls, type):
-        raise NotationError(f"a struct is a class, got {type(cls).__name__}, in struct: write @struct above a class")
+        raise NotationError(
+            f"a struct must be a class, got {type(cls).__name__}, in struct: write @struct above a class"
+        )
     cls = dataclasses.dataclass(frozen=True)(cls)
     names = [field.name for field in dataclasses.fields(cls) if field.init]
     # Texts (`from __future__ import annotations`) may name classes that come later, so they count as children.
@@ -107,8 +109,8 @@ def check_divides(name, size: int, axes, mesh_shape: Mapping[str, int], place: s
         below, above = size // parts * parts, -(-size // parts) * parts
         near = f"{below} or {above}" if below else f"{above}"
         raise NotationError(
-            f"a mesh axis divides what it slices, got {name}={size} over {'/'.join(axes)}={parts}, in {place}: "
-            f"make {name} {near}, or slice it over other axes"
+            f"a dimension must be divisible by the mesh axes that slice it, got {name}={size} over "
+            f"{'/'.join(axes)}={parts}, in {place}: make {name} {near}, or slice it over other axes"
         )
 
 
@@ -116,7 +118,8 @@ def _build(hint, leaf, prefix: tuple, place: str, static: Mapping):
     options = [option for option in alternatives(hint) if option is not type(None)]
     if len(options) != 1:
         raise NotationError(
-            f"an abstract tree needs one type for each field, got {hint}, in {place}: annotate one, or build this field"
+            f"an abstract tree needs one type for each field, got {hint}, in {place}: annotate a single type, or "
+            "build this field yourself"
         )
     (hint,) = options
     if isinstance(hint, StackType):
@@ -151,8 +154,8 @@ def _name(hint) -> str:
 def _whole(kind: ArrayType, place: str) -> Shape:
     if kind.shape.ellipsis:
         raise NotationError(
-            f"an abstract array has all its dimensions named, got '{kind.shape}', in {place}: write them instead of "
-            "'...'"
+            f"an abstract array must have all its dimensions named, got '{kind.shape}', in {place}: write them "
+            "instead of '...'"
         )
     return kind.shape
 
@@ -163,7 +166,7 @@ def _size(name, sizes: Mapping[str, int], place: str) -> int:
     if name not in sizes:
         given = ", ".join(sizes) or "none"
         raise NotationError(
-            f"an abstract tree needs the length of each name, got {given}, in {place}: add {name}=... to the sizes"
+            f"an abstract tree needs a length for each name, got {given}, in {place}: add {name}=... to the sizes"
         )
     return sizes[name]
 
@@ -172,7 +175,8 @@ def _known(axes, mesh, place: str):
     for axis in axes:
         if axis not in mesh.shape:
             raise NotationError(
-                f"a sharding uses axes of its mesh, got '{axis}' where the mesh has {', '.join(mesh.axis_names)}, "
-                f"in {place}: use one of these, or add '{axis}' to the mesh (size 1 will do)"
+                f"a sharding can only use axes of its mesh, got '{axis}' where the mesh has "
+                f"{', '.join(mesh.axis_names)}, in {place}: use one of these, or add '{axis}' to the mesh (size 1 "
+                "will do)"
             )
     return axes

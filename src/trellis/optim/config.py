@@ -12,12 +12,14 @@ def _check(holds: bool, rule: str, name: str, value: object, fix: str) -> None:
 
 
 def _check_rates(learning_rate: float, weight_decay: float) -> None:
-    _check(learning_rate > 0, "A learning rate is positive.", "learning_rate", learning_rate, "try 0.0003")
-    _check(weight_decay >= 0, "Weight decay is not negative.", "weight_decay", weight_decay, "use 0.1, or 0 for none")
+    _check(learning_rate > 0, "A learning rate must be positive.", "learning_rate", learning_rate, "try 0.0003")
+    _check(
+        weight_decay >= 0, "Weight decay cannot be negative.", "weight_decay", weight_decay, "use 0.1, or 0 for none"
+    )
 
 
 def _check_decay(name: str, value: float) -> None:
-    _check(0 <= value < 1, "The decay of a moving average is at least 0 and below 1.", name, value, "try 0.95")
+    _check(0 <= value < 1, "The decay of a moving average must be at least 0 and below 1.", name, value, "try 0.95")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class AdamW:
         _check_rates(self.learning_rate, self.weight_decay)
         _check_decay("beta1", self.beta1)
         _check_decay("beta2", self.beta2)
-        _check(self.epsilon > 0, "Epsilon is positive.", "epsilon", self.epsilon, "use 1e-8")
+        _check(self.epsilon > 0, "Epsilon must be positive.", "epsilon", self.epsilon, "use 1e-8")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +106,10 @@ class Muon:
         _check_rates(self.learning_rate, self.weight_decay)
         for name in ("beta", "adam_beta1", "adam_beta2"):
             _check_decay(name, getattr(self, name))
-        rule = "Newton-Schulz iterates at least once, and at most 100 times."
+        rule = "Newton-Schulz must iterate at least once, and at most 100 times."
         _check(1 <= self.iterations <= 100, rule, "iterations", self.iterations, "use 5")
-        _check(self.update_rms > 0, "An update has a size.", "update_rms", self.update_rms, "use 0.2")
-        _check(self.epsilon > 0, "Epsilon is positive.", "epsilon", self.epsilon, "use 1e-8")
+        _check(self.update_rms > 0, "The size of an update must be positive.", "update_rms", self.update_rms, "use 0.2")
+        _check(self.epsilon > 0, "Epsilon must be positive.", "epsilon", self.epsilon, "use 1e-8")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +137,12 @@ class Adafactor:
         _check_rates(self.learning_rate, self.weight_decay)
         if self.beta1 is not None:
             _check_decay("beta1", self.beta1)
-        rule = "The decay's exponent is above 0 and at most 1."
+        rule = "The exponent of the decay must be above 0 and at most 1."
         _check(0 < self.decay_exponent <= 1, rule, "decay_exponent", self.decay_exponent, "use 0.8")
-        rule = "A length is positive."
+        rule = "A length must be positive."
         _check(self.min_factored_size >= 1, rule, "min_factored_size", self.min_factored_size, "use 128")
         if self.clip_update_rms is not None:
-            rule = "A size to clip to is positive."
+            rule = "The size to clip updates to must be positive."
             _check(self.clip_update_rms > 0, rule, "clip_update_rms", self.clip_update_rms, "use 1.0, or null for none")
 
 
@@ -148,11 +150,11 @@ Optimizer = AdamW | Lion | Muon | Adafactor
 
 
 def _check_warmup(steps: int) -> None:
-    _check(steps >= 0, "A number of steps is not negative.", "warmup_steps", steps, "use 0 for no warmup")
+    _check(steps >= 0, "A number of steps cannot be negative.", "warmup_steps", steps, "use 0 for no warmup")
 
 
 def _check_final(fraction: float) -> None:
-    rule = "The final learning rate is a fraction of the peak, from 0 to 1."
+    rule = "The final learning rate must be a fraction of the peak, from 0 to 1."
     _check(0 <= fraction <= 1, rule, "final_fraction", fraction, "use 0.1")
 
 
@@ -217,7 +219,7 @@ class WSD:
     def __post_init__(self):
         _check_warmup(self.warmup_steps)
         _check_final(self.final_fraction)
-        rule = "The decay takes at least one step."
+        rule = "The decay must take at least one step."
         _check(self.decay_steps >= 1, rule, "decay_steps", self.decay_steps, "use a tenth of the run's steps")
 
 
@@ -231,7 +233,7 @@ class InverseSqrt:
     is high."""
 
     def __post_init__(self):
-        rule = "An inverse square root starts where its warmup ends."
+        rule = "An inverse square root needs a warmup of at least one step."
         _check(self.warmup_steps >= 1, rule, "warmup_steps", self.warmup_steps, "use 1 or more")
 
 

@@ -138,7 +138,7 @@ def _check_slices(path: str, p: Parameter, dim: int) -> None:
         name = p.names[dim] if p.names else f"dimension {dim}"
         most = math.gcd(array.shape[dim] // block, ways)
         raise UserError(
-            "Numbers of a block, which have one scale, lie on one device.",
+            "Numbers of a block, which share a scale, must be on the same device.",
             seen=f"{ways} slices of `{name}`, in blocks of {block}, of {typeof(p.leaf)}, what is kept of `{path}`",
             where="precision.moments",
             fix=f"slice `{name}` over {most} device{'s' * (most > 1)} at most, or leave `{path}` out",

@@ -45,12 +45,16 @@ def curves(runs: Sequence[RunFolder]) -> list[Curve]:
         UserError: there are too few or too many runs, or one of them has no step yet.
     """
     if not 2 <= len(runs) <= MOST_RUNS:
-        fix = f"give 2 to {MOST_RUNS} folders, as in `trellis compare runs/a runs/b`"
-        raise UserError(f"2 to {MOST_RUNS} runs are compared.", seen=len(runs), where="trellis compare", fix=fix)
+        fix = f"name 2 to {MOST_RUNS} folders, as in `trellis compare runs/a runs/b`"
+        raise UserError(
+            f"Only 2 to {MOST_RUNS} runs can be compared.", seen=len(runs), where="trellis compare", fix=fix
+        )
     found = []
     for number, run in enumerate(runs, start=1):
         if not run.lines:
-            raise UserError("Runs are compared by their steps.", seen="no step yet", where=run.name, fix="wait for one")
+            raise UserError(
+                "A run must have a step to be compared.", seen="no step yet", where=run.name, fix="wait for one"
+            )
         name = run.name if [r.name for r in runs].count(run.name) == 1 else f"{run.name} ({number})"
         spent, before, seconds = 0.0, 0, []
         for line in run.lines:
@@ -83,8 +87,10 @@ def _fields(run: RunFolder) -> Mapping[str, Any]:
     except yaml.YAMLError as error:
         found = " ".join(str(error).split())
     if not isinstance(found, Mapping):
-        fix = "use the copy of it that lies in each checkpoint"
-        raise UserError("A run's file is YAML, of fields.", seen=found, where=f"{run.name}/run.yaml", fix=fix)
+        fix = "use the copy that is in each checkpoint"
+        raise UserError(
+            "A run's file must be valid YAML, of fields.", seen=found, where=f"{run.name}/run.yaml", fix=fix
+        )
     return found
 
 
@@ -134,7 +140,7 @@ _VOCABULARY = {"model.vocab", "data.tokenizer", "data.source.vocab"}
 def _together(found: Sequence[Curve], differ: Sequence[tuple[str, list[str]]]) -> str:
     """The losses at a point that all runs reached: the last number of tokens that each of them has read."""
     if _VOCABULARY.intersection(name for name, _ in differ):
-        return "their tokens are of different vocabularies: bits/byte can be compared, and losses cannot"
+        return "their vocabularies differ: bits/byte can be compared, and losses cannot"
     tokens = min(curve.tokens[-1] for curve in found)
     at = [_at(curve.tokens, [line.get("loss") for line in curve.lines], tokens) for curve in found]
     if any(value is None for value in at):

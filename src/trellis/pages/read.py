@@ -41,10 +41,10 @@ def read_folder(folder: Path) -> RunFolder:
     """
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(
-            "A run that has begun has a folder with its metrics.",
+            "The folder of a run must contain its metrics.",
             seen="no metrics.jsonl" if folder.is_dir() else "no such folder",
             where=str(folder),
-            fix="give the folder of a run, as in runs/NAME-DATE",
+            fix="name the folder of a run, as in runs/NAME-DATE",
         )
     return RunFolder(
         name=folder.absolute().name,
@@ -66,9 +66,9 @@ def _about(path: Path) -> dict[str, Any]:
         about = json.loads(_text(path) or "{}")
     except ValueError as error:
         raise UserError(
-            "What a run's page shows beside its metrics is JSON.",
+            "The file about a run must be valid JSON.",
             seen=error,
             where=str(path),
-            fix="remove the file: the page leaves that out, and a run that goes on writes it again",
+            fix="remove the file: the page leaves it out, and a resumed run writes it again",
         ) from error
     return about

@@ -23,8 +23,8 @@ def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.Thre
         UserError: there is no such folder, or the address cannot be used.
     """
     if not folder.is_dir():
-        fix = "give the folder of a run, as in `trellis watch runs/NAME-DATE`"
-        raise UserError("A run that is watched has a folder.", seen="no such folder", where=str(folder), fix=fix)
+        fix = "name the folder of a run, as in `trellis watch runs/NAME-DATE`"
+        raise UserError("A run to watch must have a folder.", seen="no such folder", where=str(folder), fix=fix)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -47,7 +47,9 @@ def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.Thre
     except OSError as error:
         fix = "use --port 0, or another --host"
         seen = error.strerror or str(error)
-        raise UserError("An address is free and this machine's.", seen=seen, where=f"{host}:{port}", fix=fix) from None
+        raise UserError(
+            "The address must be free and belong to this machine.", seen=seen, where=f"{host}:{port}", fix=fix
+        ) from None
 
 
 def _current(folder: Path, every: int) -> str:
@@ -55,7 +57,7 @@ def _current(folder: Path, every: int) -> str:
     try:
         run = read_folder(folder)
     except UserError:
-        said = "no step yet" if folder.is_dir() else f"{folder} is no folder any more"
+        said = "no step yet" if folder.is_dir() else f"{folder} is no longer a folder"
         return f"<!doctype html><html><head>{again}</head><body>{tag('p', said)}</body></html>"
     text = page(run)
     return text.replace("<head>", f"<head>{again}", 1) if state(run) == "training" else text

@@ -37,7 +37,9 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
         if target.chip.kind == "gpu" and target.shape[0] == 1:
             fix += f", or use --on {run.devices}x{target.name.rpartition('x')[2]}"
         seen = f"{run.devices} devices on {target.name}"
-        raise UserError("The target says how many devices there are.", seen=seen, where="--devices", fix=fix)
+        raise UserError(
+            "The number of devices cannot be set: the target determines it.", seen=seen, where="--devices", fix=fix
+        )
     notes = []
     if not any(name.startswith("mesh") for name in given):
         fitted = fitted_mesh(run.mesh, target)

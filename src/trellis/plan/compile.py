@@ -89,7 +89,7 @@ def compiler_devices(target: Target) -> list[Any]:
     try:
         return target_devices(target.compiler_name)
     except TopologyError as error:
-        rule = "A step is compiled by the hardware's own compiler, which is a package."
+        rule = "Compiling a step needs an installed compiler that knows the target."
         if "not installed" in str(error):
             fix = str(error).rpartition(": ")[2] + "; `trellis plan` without --compile needs no compiler"
             raise UserError(rule, seen=f"no compiler for {target.name}", where="--on", fix=fix) from None
@@ -224,10 +224,15 @@ def _refused(
     if of_option or "No such compile option" in message or "unknown" in message.lower() and "option" in message.lower():
         seen = message.splitlines()[0][:200]
         fix = (
-            "leave the option out, write its value as this platform's XLA does (GPUs' takes True and False), or "
-            "install the compiler's version that has it"
+            "leave the option out, write its value as this platform's XLA does (True or False on GPUs), or "
+            "install a version of the compiler that has it"
         )
-        raise UserError("Compiler options are the compiler's.", seen=seen, where="compiler_options", fix=fix)
+        raise UserError(
+            "Compiler options must be known to the compiler and have valid values.",
+            seen=seen,
+            where="compiler_options",
+            fix=fix,
+        )
     if not exhausted or "vmem" in message.lower() and "hbm" not in message.lower():
         raise RuntimeError(f"the compiler for {target.name} refused the step: {message[:2000]}")
     used = re.search(rf"[Uu]sed {_AMOUNT} of {_AMOUNT}", message) or re.search(

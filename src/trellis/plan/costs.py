@@ -82,7 +82,7 @@ def check_takes_costs(where: Target) -> None:
         UserError: the compiler is not that of GPUs.
     """
     if where.chip.kind != "gpu":
-        rule = "Costs are for the compiler of GPUs; a TPU's has its own."
+        rule = "Costs can be used only with the compiler of GPUs; a TPU's has its own."
         raise UserError(rule, seen=where.name, where="--costs", fix="leave it out")
 
 
@@ -108,5 +108,5 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        rule = "Costs are written into a folder."
-        raise UserError(rule, seen=str(error), where="--costs", fix="name a folder that can be written") from None
+        rule = "The folder for costs must be writable."
+        raise UserError(rule, seen=str(error), where="--costs", fix="name a folder that you can write to") from None

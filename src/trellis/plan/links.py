@@ -162,7 +162,7 @@ def check_tiles(mesh: Mapping[str, int], target: Target) -> None:
     shown = ", or ".join(" ".join(f"{axis}={n}" for axis, n in shape.items()) for shape in fitting)
     written = " ".join(f"{axis}={n}" for axis, n in mesh.items()) or "no axes"
     raise UserError(
-        "The axes of a mesh multiply to the number of devices.",
+        "The sizes of the mesh axes must multiply to the number of devices.",
         seen=f"{written} ({size}) on {target.name} ({target.num_devices} devices)",
         where="mesh",
         fix=f"use {shown}",

@@ -69,8 +69,8 @@ class SavedPlan:
             write_json(path, {"format": _FORMAT, **dataclasses.asdict(self)})
         except OSError as error:
             seen = no_room(error) or error.strerror
-            rule = "A plan is saved where files can be written."
-            raise UserError(rule, seen=seen, where=str(path), fix="give another path to --save") from None
+            rule = "The file of a saved plan must be writable."
+            raise UserError(rule, seen=seen, where=str(path), fix="use another path for --save") from None
 
 
 def saved_plan(run: Run, plan: Plan, verdict: Verdict) -> SavedPlan:
@@ -109,8 +109,8 @@ def read_plan(path: Path) -> SavedPlan:
         seen = str(error.strerror)
     except (ValueError, TypeError, KeyError) as error:
         seen = f"a file that cannot be read: {error}"
-    fix = "make one with `trellis plan RECIPE --on TARGET --compile --save FILE`"
-    raise UserError("A plan is held against a saved one.", seen=seen, where=str(path), fix=fix)
+    fix = "write one with `trellis plan RECIPE --on TARGET --compile --save FILE`"
+    raise UserError("A plan can be compared only with a saved plan.", seen=seen, where=str(path), fix=fix)
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -289,7 +289,7 @@ def search(
     if not sketched:
         size = max(entry.size for entry in run.batch_sizes())
         raise UserError(
-            "Some mesh divides the batch over the devices.",
+            "At least one mesh must divide the batch over the devices.",
             seen=f"batch_size={size} on {target.num_devices} devices of {target.name}",
             where="batch_size",
             fix=f"use --batch_size {-(-size // target.num_devices) * target.num_devices}",

@@ -127,8 +127,8 @@ def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
     if state > room:
         count = math.ceil(state * plan.target.num_devices / room)
         return [
-            f"parameters and optimizer alone are {numbers.size(state)} a device, sliced over all that the mesh and "
-            f"layout slice them over: use {count} devices of this kind at least"
+            f"parameters and optimizer alone take {numbers.size(state)} a device, even sliced over all axes of the "
+            f"mesh and layout that can slice them: use at least {count} devices of this kind"
         ]
     return ["no change of recomputation, microbatches or batch size is enough: use more devices, or --search"]
 

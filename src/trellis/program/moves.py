@@ -38,7 +38,7 @@ def wire_bytes(kind: str, size: int, payload: int) -> int:
     if kind == "permute":
         return payload
     if kind not in KINDS:
-        raise ValueError(f"a collective is one of {', '.join(KINDS)}, got '{kind}'")
+        raise ValueError(f"a collective must be one of {', '.join(KINDS)}, got '{kind}'")
     return (2 if kind == "all-reduce" else 1) * (size - 1) * payload // size
 
 

@@ -48,6 +48,17 @@ def grouped_work(
     return jax.named_scope(f"grouped({form} {rows} rows {inner} {columns} in {groups} groups by {tile})")
 
 
+def row_work(operations: int) -> contextlib.AbstractContextManager:
+    """The scope of a kernel that computes each row of its operands by itself, such as an activation.
+
+    In a buffer (`filled_rows`) it passes over rows that are not filled.
+
+    Args:
+        operations: of the vector units for each element of the largest operand, relative to an addition.
+    """
+    return jax.named_scope(f"rows(by {operations})")
+
+
 def kernel_mask(before: int, after: int, ahead: int) -> contextlib.AbstractContextManager:
     """The scope of an attention kernel whose mask is a function inside it: says which keys a query sees.
 
@@ -100,6 +111,7 @@ def as_it_lies() -> contextlib.AbstractContextManager:
 
 _WORK, _FILLED = re.compile(r"work\((\w+) (\d+)\)"), re.compile(r"filled\((\d+) of (\d+)\)")
 _GROUPED = re.compile(r"grouped\((product|gradient) (\d+) rows (\d+) (\d+) in (\d+) groups by (\d+)\)")
+_ROWS = re.compile(r"rows\(by (\d+)\)")
 _TURNS = re.compile(r"turns\((\d+) rows (\d+) a turn (\d+) groups (\d+) before( load)?\)")
 _INTERLEAVED = re.compile(r"interleaved\(in (\d+)\)")
 _ANEW = re.compile(r"anew\(([0-9.]+)\)")
@@ -137,6 +149,17 @@ def grouped_said(operation: Operation, load: float) -> tuple[float, tuple[int, i
     rows = min(round(filled) + groups * tile // 2, rows + groups * tile)
     dims = (rows, inner, columns) if found[-1][0] == "product" else (inner, -(-rows // groups), columns)
     return 2.0 * rows * inner * columns, dims, filled
+
+
+def row_said(operation: Operation, load: float) -> tuple[int, float] | None:
+    """Operations for each element of a kernel that computes rows by themselves, and the share of rows that are there.
+
+    Args:
+        operation: a kernel.
+        load: rows of the fullest device, in those of an even load.
+    """
+    found = _ROWS.findall(operation.scope)
+    return (int(found[-1]), share_filled(operation, load)) if found else None
 
 
 def mask_said(op_name: str) -> tuple[int, int, int] | None:

@@ -93,9 +93,9 @@ class _Reader:
         before, after = (v.state.words(names) for v in (operation.operands[0], operation.results[0]))
         made = ", ".join(filter(None, dict.fromkeys(self.made.get(a, "") for a in axes)))
         raise PendingSumError(
-            f"a sum that is settled in a loop stays settled, got one over {over}{f' from {made}' if made else ''} that "
-            f"is made pending again as {short_dtype(aval.dtype)}[{before} -> {after}], in "
-            f"{operation.source or operation.scope}: compilers sum it twice; keep the copies "
-            f"({' '.join('~' + a for a in axes)}) of what it is the gradient of up to the product that uses them, so "
-            f"that it stays pending and is settled once, after the loop"
+            f"a sum that is settled in a loop must stay settled, got one over {over}{f' from {made}' if made else ''} "
+            f"that is made pending again as {short_dtype(aval.dtype)}[{before} -> {after}], in "
+            f"{operation.source or operation.scope}: compilers would sum it twice; keep the copies "
+            f"({' '.join('~' + a for a in axes)}) of the value it is the gradient of until the product that uses "
+            "them, so that the sum stays pending and is settled once, after the loop"
         )

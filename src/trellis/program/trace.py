@@ -61,7 +61,7 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, *
     """
     if not callable(fn):
         raise TypeMismatch(
-            f"a program is that of a function, got {type(fn).__name__}, in trace: give the function and then its "
+            f"only a function can be traced, got {type(fn).__name__}, in trace: pass the function and then its "
             "arguments, as in ledger(loss, model, batch)"
         )
     leaves, tree = jax.tree.flatten((args, kwargs))

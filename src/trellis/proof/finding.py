@@ -68,7 +68,7 @@ def _found(suspect: Suspect, made: Sequence[Snapshot]) -> Finding:
     first = partitioned(made, shapes)
     right, wrong = first_wrong(made[first:], lambda snapshot: _holds(suspect, snapshot.text))
     if right is None and wrong is None:
-        return Finding("no program of its compiler could be read: what it made is wrong, and nothing says since when")
+        return Finding("no program between the compiler's passes could be read: its result is wrong, the cause unknown")
     if right is None:
         return _before(suspect, made[:first], wrong)
     after = wrong.text if wrong else suspect.compiled

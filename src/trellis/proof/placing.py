@@ -16,7 +16,7 @@ def numbers_of(seed: int) -> np.random.Generator:
         UserError: it is negative.
     """
     if seed < 0:
-        raise UserError("A seed is 0 or more.", seen=seed, where="seed", fix="use 0 or more")
+        raise UserError("The seed must be 0 or more.", seen=seed, where="seed", fix="use 0 or more")
     return np.random.default_rng(seed)
 
 

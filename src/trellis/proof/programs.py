@@ -51,7 +51,7 @@ def proof_of(
     watch.note("reference")
     if len(meant) != len(subject.wanted):
         raise UserError(
-            "A reference returns what the function returns.",
+            "A reference must return the same arrays as the function.",
             seen=f"{len(meant)} arrays, where `{subject.name}` returns {len(subject.wanted)}",
             where="reference",
             fix="return the same tree",
@@ -59,7 +59,7 @@ def proof_of(
     for wanted, value, result in zip(subject.wanted, meant, jax.tree.leaves(subject.lowered.out_info), strict=True):
         if value.shape[: len(result.shape)] != result.shape:  # a random key's words come after
             raise UserError(
-                "A reference returns what the function returns.",
+                "A reference must return the same arrays as the function.",
                 seen=f"shape {value.shape} for {wanted.name}, where `{subject.name}` returns {result.shape}",
                 where="reference",
                 fix="return arrays of the same shapes",
@@ -105,7 +105,7 @@ def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: 
     results = jax.tree_util.tree_leaves_with_path(traced.out_info, is_leaf=lambda x: hasattr(x, "names"))
     if not results:
         raise UserError(
-            "A function that is proven returns arrays.",
+            "A function to prove must return arrays.",
             seen="none",
             where=f"`{getattr(fn, '__name__', type(fn).__name__)}`",
             fix="return what is to be compared",
@@ -150,7 +150,7 @@ def _own_mesh(call: Callable, args: tuple, arrays: list) -> Mesh | AbstractMesh:
     mesh = layout.mesh if layout is not None else mesh_of(args) or first_mesh(jax.make_jaxpr(call)(*arrays).jaxpr)
     if mesh is None:
         raise UserError(
-            "A program that is compiled for several devices says where its arrays lie.",
+            "A program that is compiled for several devices needs the sharding of its arrays.",
             seen="no array with a NamedSharding, no mesh in the function, and no layout in force",
             where="prove",
             fix="put an argument on a mesh with jax.device_put, or call inside `with layout:`",
@@ -167,7 +167,7 @@ def _moved(mesh: Mesh | AbstractMesh, devices: list, on: str) -> Mesh:
     if mesh.size != len(devices):
         sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
         raise UserError(
-            "A mesh has as many devices as the target.",
+            "The mesh must have as many devices as the target.",
             seen=f"{sizes} = {mesh.size} devices, {on} has {len(devices)}",
             where="on",
             fix=f"use a target of {mesh.size} devices, or a mesh of {len(devices)}",
@@ -198,7 +198,7 @@ def _numbers(array: Any, random: np.random.Generator) -> np.ndarray:
         return plain(array)
     if not jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
         raise UserError(
-            "Numbers at random stand for floats only: what integers mean is not known.",
+            "Random numbers can stand only for floats: the meaning of integers is unknown.",
             seen=f"a ShapeDtypeStruct of {array.dtype}{list(array.shape)}",
             where="prove",
             fix="pass an array",

@@ -34,18 +34,18 @@ def interpreted(where: str, fix: str) -> Generator[None]:
         yield
     except (NotInterpreted, Failed) as error:
         raise UserError(
-            "A compiled program is executed by an interpreter that knows all of its operations.",
+            "The interpreter of compiled programs must know every operation of a program.",
             seen=str(error),
             where=where,
             fix=fix,
         ) from error
     except Faulty as error:
         raise UserError(
-            "Devices meet in the collectives of a program, each of them in all that its groups have.",
+            "Every device must take part in all collectives of its groups.",
             seen=str(error),
             where=where,
-            fix="take collectives, and what has one in its gradient, out of branches and loops that devices choose for "
-            "themselves",
+            fix="move collectives, and operations with one in their gradient, out of branches and loops that devices "
+            "choose for themselves",
         ) from error
 
 
@@ -106,14 +106,14 @@ class Subject:
         try:
             compiled = compile_lowered(self.lowered, self.target, **given)
         except RuntimeError as error:
-            raise self._refused(str(error)[:1000], "see what the compiler says") from error
+            raise self._refused(str(error)[:1000], "see the compiler's message") from error
         if not compiled.text:
             raise self._refused(f"{self.name} does not fit a device", "prove it on a larger target")
         return compiled
 
     def _refused(self, seen: str, fix: str) -> UserError:
         where = f"the compiler for {self.target.name}"
-        return UserError("A program is executed after it was compiled.", seen=seen, where=where, fix=fix)
+        return UserError("A program must compile before it can be executed.", seen=seen, where=where, fix=fix)
 
     def parts(self, compiled: Compiled) -> list[np.ndarray]:
         """The arguments that the compiled program has, as devices hold them."""
@@ -158,8 +158,8 @@ class Subject:
         """
         if needed > (free := free_memory()):
             raise UserError(
-                "A compiled program is executed in this machine's memory, with the values of all devices.",
-                seen=f"{needed / 2**30:.1f} GiB at its highest point, {free / 2**30:.1f} GiB are free",
+                "The values of all devices must fit in this machine's memory.",
+                seen=f"{needed / 2**30:.1f} GiB at its peak, {free / 2**30:.1f} GiB free",
                 where=f"{self.name} on {self.target.name}, {self.mesh.size} devices",
                 fix="prove it on a smaller target, or on a machine with more memory",
             )
@@ -173,7 +173,7 @@ class Subject:
         for wanted, axes in zip(self.wanted, compiled.results):
             if axes is None:
                 raise UserError(
-                    "Results that are compared lie where their types say, and are no pending sums.",
+                    "Results that are compared must have a sharding in their types and cannot be pending sums.",
                     seen=f"`{wanted.name}` of {self.name}",
                     where="prove",
                     fix="settle it with reshard before it is returned, or give it an out_sharding",

@@ -112,8 +112,8 @@ def _verdict(proof: Proof) -> str:
     lines = [f"NOT PROVEN: {len(wrong)} of {len(proof.outputs)} results are wrong ({seconds:.0f} s)"]
     if proof.between:
         lines.append(
-            "  experts     in all numbers that were drawn a token stands between two experts, and right programs may "
-            "differ there: --seed N draws others"
+            "  experts     in all numbers that were drawn, some token is tied between two experts, and right programs "
+            "can differ there: --seed N draws others"
         )
     if proof.fault:
         lines = [f"NOT PROVEN: the program does not run to its end: {proof.fault}"]

@@ -91,15 +91,15 @@ def load(target: str, options: Mapping[str, str]) -> Loaded:
     else:
         path = run_file(target)
         if path.suffix not in (".yaml", ".yml"):
-            texts = f"text is tokenized first: trellis tokenize {target} --out stores/mine --train-bpe 512"
+            texts = f"tokenize text first: trellis tokenize {target} --out stores/mine --train-bpe 512"
             fix = (_from_checkpoint(path) or texts) if path.is_dir() else did_you_mean(target, RECIPES)
-            rule = "A run is a recipe, a YAML file or a run's folder."
-            raise UserError(rule, seen=f"`{target}`", where="the first word", fix=fix)
+            rule = "A run must be a recipe, a YAML file or a run's folder."
+            raise UserError(rule, seen=f"`{target}`", where="the first argument", fix=fix)
         patch = read_yaml(path)
         recipe = patch.pop("base", None)
         if recipe is not None and str(recipe) not in RECIPES:
             fix = did_you_mean(str(recipe), RECIPES)
-            raise UserError("A file is based on a recipe.", seen=f"base: {recipe}", where=target, fix=fix)
+            raise UserError("The `base` of a file must be a recipe.", seen=f"base: {recipe}", where=target, fix=fix)
         base = RECIPES[recipe]() if recipe else None
     run = resolve(Run, base, patch=patch, source=target if patch else "", options=options)
     whole = Path(target).is_dir() or patch.keys() >= fields_of(Run).keys()
@@ -147,13 +147,13 @@ def read_yaml(path: Path) -> dict:
     try:
         found = load_yaml(path.read_text())
     except OSError as error:
-        fix = "give the path of a YAML file, or the name of a recipe: `trellis recipes`"
-        raise UserError("A run's file can be read.", seen=error.strerror, where=str(path), fix=fix) from None
+        fix = "use the path of a YAML file, or the name of a recipe: `trellis recipes`"
+        raise UserError("A run's file must be readable.", seen=error.strerror, where=str(path), fix=fix) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         seen = " ".join(str(error).split())
         fix = _from_checkpoint(path.parent) or "correct that line"
-        raise UserError("A run's file is YAML.", seen=seen, where=str(path), fix=fix) from None
+        raise UserError("A run's file must be valid YAML.", seen=seen, where=str(path), fix=fix) from None
     if not isinstance(found, dict):
         fix = "write fields, as in steps: 100"
-        raise UserError("A run's file holds fields.", seen=f"{type(found).__name__}", where=str(path), fix=fix)
+        raise UserError("A run's file must contain fields.", seen=f"{type(found).__name__}", where=str(path), fix=fix)
     return found

@@ -51,7 +51,7 @@ class Remat:
     def __post_init__(self):
         if self.names and self.policy not in ("saved", "offload"):
             raise UserError(
-                "Names of kept values belong to the policies saved and offload.",
+                "Names of values to keep can be given only with the policies saved and offload.",
                 seen=f"policy={self.policy}, names={', '.join(self.names)}",
                 where="names",
                 fix="use --remat.policy saved",
@@ -251,14 +251,16 @@ class Run:
         at_least(0, skip_nonfinite=self.skip_nonfinite, z_loss=self.z_loss, seed=self.seed)
         self._check_name()
         if self.devices is not None and self.devices > _MOST_DEVICES:
-            rule = f"A process drives at most {_MOST_DEVICES:,} devices."
-            raise UserError(rule, seen=self.devices, where="devices", fix="use fewer; `trellis plan` needs none")
+            rule = f"A process can drive at most {_MOST_DEVICES:,} devices."
+            raise UserError(
+                rule, seen=self.devices, where="devices", fix="use fewer, or `trellis plan`, which needs none"
+            )
         if self.clip_norm is not None and self.clip_norm <= 0:
             fix = "use 1.0, or null for no clipping"
-            raise UserError("A norm to clip to is positive.", seen=self.clip_norm, where="clip_norm", fix=fix)
+            raise UserError("`clip_norm` must be positive.", seen=self.clip_norm, where="clip_norm", fix=fix)
         if self.ema is not None and not 0 < self.ema < 1:
             raise UserError(
-                "The decay of a moving average is between 0 and 1.", seen=self.ema, where="ema", fix="0.999"
+                "`ema` must be between 0 and 1.", seen=self.ema, where="ema", fix="use a decay such as 0.999"
             )
         self._check_batch()
         self._check_weights()
@@ -288,16 +290,16 @@ class Run:
     def _check_name(self) -> None:
         if not self.name or "/" in self.name or len(self.name) > _LONGEST_NAME:
             raise UserError(
-                f"A run's name is part of its folder's: 1 to {_LONGEST_NAME} characters without a slash.",
+                f"A run's name must have 1 to {_LONGEST_NAME} characters and no slash: the folder is named after it.",
                 seen=f"`{self.name[:_LONGEST_NAME]}`, {len(self.name)} characters",
                 where="name",
-                fix="use a word, as in starter; --run-dir says where the folder lies",
+                fix="use a word, as in starter; --run-dir sets where the folder is",
             )
 
     def _check_profile(self) -> None:
         if self.profile is not None and self.profile.start >= self.steps:
             raise UserError(
-                "The steps that are traced are steps of the run.",
+                "Profiling must start at a step of the run.",
                 seen=f"start={self.profile.start}, steps={self.steps}",
                 where="profile.start",
                 fix=f"use --profile.start {self.steps - 1} or less",
@@ -306,28 +308,28 @@ class Run:
     def _check_pipeline(self) -> None:
         if self.mesh.stage > 1 and self.layout.mode == "auto":
             raise UserError(
-                "Stages of a pipeline hand on what they hold by themselves; no compiler places that.",
+                "A pipeline needs layout mode explicit: the compiler cannot place its communication.",
                 seen=f"layout.mode=auto, mesh.stage={self.mesh.stage}",
                 where="layout.mode",
                 fix="use --layout.mode explicit, or --mesh.stage 1",
             )
         if self.mesh.stage > 1 and self.remat.policy == "offload":
             raise UserError(
-                "Stages of a pipeline keep what the backward pass needs on their devices.",
+                "Pipeline stages cannot offload activations to the host.",
                 seen=f"remat.policy=offload, mesh.stage={self.mesh.stage}",
                 where="remat.policy",
                 fix="use --remat.policy saved, or full",
             )
         if self.layout.pipeline_microbatches is not None and self.mesh.stage == 1:
             raise UserError(
-                "Parts of a batch follow each other through the stages of a pipeline.",
+                "`layout.pipeline_microbatches` needs a pipeline of several stages.",
                 seen=f"pipeline_microbatches={self.layout.pipeline_microbatches}, mesh.stage=1",
                 where="layout.pipeline_microbatches",
-                fix="use --mesh.stage 2 or more; --microbatches cuts a batch without a pipeline",
+                fix="use --mesh.stage 2 or more, or --microbatches to split the batch without a pipeline",
             )
         if self.accumulation == "sharded" and self.parts == 1 and self.mesh.stage == 1:
             raise UserError(
-                "Gradients are accumulated over the parts of a step.",
+                "Sharded accumulation needs a step with several microbatches or pipeline stages.",
                 seen="accumulation=sharded, microbatches=1, mesh.stage=1",
                 where="accumulation",
                 fix="use --microbatches 2 or more, or leave it out",
@@ -335,7 +337,7 @@ class Run:
         groups, stages, blocks = self.layout.pipeline_groups, self.mesh.stage, stacked(self.model)
         if groups > 1 and stages == 1:
             raise UserError(
-                "The stages of a pipeline hold groups of layers.",
+                "`layout.pipeline_groups` above 1 needs a pipeline of several stages.",
                 seen=f"pipeline_groups={groups}, mesh.stage=1",
                 where="layout.pipeline_groups",
                 fix="use --mesh.stage 2 or more",
@@ -343,7 +345,7 @@ class Run:
         if blocks < stages * groups:
             of_blocks = "" if blocks == self.model.layers else f" in {blocks} blocks"
             raise UserError(
-                "Every group of layers of every stage has a layer.",
+                "Every group of layers on every pipeline stage needs at least one layer.",
                 seen=f"mesh.stage={stages}, pipeline_groups={groups}, model.layers={self.model.layers}{of_blocks}",
                 where="mesh.stage",
                 fix=f"use numbers of stages and groups whose product is {blocks} or less",
@@ -356,14 +358,14 @@ class Run:
         starts = [b.step for b in sizes]
         if not sizes or starts[0] != 0 or starts != sorted(set(starts)):
             raise UserError(
-                "Batch sizes are listed from step 0 on, in the order of steps.",
+                "Batch sizes must be listed in order of their steps, starting at step 0.",
                 seen=f"steps {', '.join(map(str, starts)) or 'none'}",
                 where="batch_size",
                 fix="write [{step: 0, size: 64}, {step: 1000, size: 128}]",
             )
         if starts[-1] >= self.steps:
             raise UserError(
-                "Each batch size is for steps that the run has.",
+                "Every batch size must start before the run ends.",
                 seen=f"a size from step {starts[-1]} on, steps={self.steps}",
                 where="batch_size",
                 fix=f"use --steps {starts[-1] + 1} or more, or leave that size out",
@@ -372,7 +374,7 @@ class Run:
         for size in (b.size for b in sizes):
             if size < 1 or size % parts:
                 raise UserError(
-                    "Microbatches divide the batch.",
+                    "The number of microbatches must divide the batch size.",
                     seen=f"batch_size={size}, microbatches={parts}",
                     where="batch_size",
                     fix=f"use a multiple of {parts}, as in {-(-max(size, 1) // parts) * parts}",
@@ -384,7 +386,7 @@ class Run:
             last = 0 if isinstance(part.weight, int | float) else part.weight[-1].step
             if last >= self.steps:
                 raise UserError(
-                    "Each weight is for steps that the run has.",
+                    "Every mixture weight must start before the run ends.",
                     seen=f"a weight of {part.name} from step {last} on, steps={self.steps}",
                     where="data.source.parts",
                     fix=f"use --steps {last + 1} or more, or leave that weight out",
@@ -395,7 +397,7 @@ class Run:
         needed = warmup + (self.schedule.decay_steps if isinstance(self.schedule, WSD) else 0)
         if needed > self.steps and not isinstance(self.schedule, Constant | InverseSqrt):
             raise UserError(
-                "The parts of a schedule fit into the run.",
+                "The schedule's warmup and decay must fit into the run.",
                 seen=f"{needed} steps of {self.schedule.kind}, steps={self.steps}",
                 where="schedule",
                 fix=f"use --steps {needed} or more, or shorten schedule.warmup_steps",
@@ -405,7 +407,7 @@ class Run:
         positions = self.model.positions
         if positions is not None and self.data.sequence_length > positions:
             raise UserError(
-                "A sequence is no longer than the model's learned positions.",
+                "A sequence cannot be longer than the model's learned positions.",
                 seen=f"sequence_length={self.data.sequence_length}, positions={positions}",
                 where="data.sequence_length",
                 fix=f"use --data.sequence_length {positions}, or a model with more positions",

@@ -68,14 +68,14 @@ class MixturePart:
             at_least(0, weight=self.weight)
         elif not self.weight or [w.step for w in self.weight] != sorted({0, *(w.step for w in self.weight)}):
             raise UserError(
-                "Weights are listed from step 0 on, in the order of steps.",
+                "Weights must be listed in order of their steps, starting at step 0.",
                 seen=f"steps {', '.join(str(w.step) for w in self.weight) or 'none'}",
                 where="weight",
                 fix="write [{step: 0, weight: 0.7}, {step: 1000, weight: 0.3}]",
             )
         if self.epochs is not None and self.epochs <= 0:
             fix = "use 1 for one pass, or null to repeat it as long as the run lasts"
-            raise UserError("A source is read in part at least.", seen=f"epochs={self.epochs}", where="epochs", fix=fix)
+            raise UserError("`epochs` must be positive.", seen=f"epochs={self.epochs}", where="epochs", fix=fix)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class MixtureSource:
         names = [part.name for part in self.parts]
         if not names or len(set(names)) < len(names):
             raise UserError(
-                "The parts of a mixture have names of their own.",
+                "A mixture needs parts, each with its own name.",
                 seen=", ".join(names) or "no parts",
                 where="parts",
                 fix="write [{name: web, path: ..., weight: 0.7}, {name: code, path: ..., weight: 0.3}]",
@@ -103,10 +103,10 @@ class MixtureSource:
         for name in names:
             if not all(name.split("/")) or any(other.startswith(f"{name}/") for other in names):
                 raise UserError(
-                    "A part of a mixture has a name of its own: what stands before a slash in another is a group's.",
+                    "A part of a mixture cannot be named like a group of other parts, nor have an empty name.",
                     seen=", ".join(f"`{name}`" for name in names),
                     where="parts",
-                    fix="write web/c4 and web/news, with nothing called web",
+                    fix="write web/c4 and web/news, and call no part web",
                 )
 
 

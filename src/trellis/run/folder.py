@@ -58,14 +58,14 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
         before, now = _learned(read_run(path)), _learned(run)
         if before != now:
             raise UserError(
-                "A run folder holds one run, and the command that started it resumes it.",
-                seen=told_apart(before, now, "there", "asked for"),
+                "A run folder holds one run, and can only be used to resume it.",
+                seen=told_apart(before, now, "in the folder", "asked for"),
                 where=str(path),
                 fix=f"use another --run-dir, or resume what is there: trellis train {shlex.quote(str(folder))}",
             )
     if run.steps < done:
         raise UserError(
-            "A run goes on from its last checkpoint.",
+            "A run cannot end before its last checkpoint.",
             seen=f"steps={run.steps} asked for, {done} done",
             where=str(folder),
             fix=f"use --steps {done + 1} or more, or a new --run-dir for a shorter run",
@@ -108,7 +108,7 @@ def unchanged_if_refused(folder: Path) -> Generator[None]:
             raise
         path.write_bytes(text)
         if isinstance(error, UserError) and error.where in _STAYS and error.fix.startswith(f"use --{error.where} "):
-            fix = f"use --devices or --mesh sizes that divide it: a run that goes on keeps its {error.where}"
+            fix = f"use --devices or --mesh sizes that divide it: a resumed run keeps its {error.where}"
             raise UserError(error.rule, seen=error.seen, where=error.where, fix=fix) from error
         raise
 
@@ -138,17 +138,17 @@ def alone(folder: Path) -> Generator[None]:
         file = open(folder / ".lock", "w")
     except OSError as error:
         raise UserError(
-            "A run's folder can be made and written.",
+            "The run's folder must be writable.",
             seen=error.strerror,
             where=str(folder),
-            fix="give another --run-dir, in a folder that is yours",
+            fix="use another --run-dir, in a folder that you can write to",
         ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                "One process at a time trains in a run's folder.",
+                "Only one process at a time can train in a run's folder.",
                 seen="another process, which is still training",
                 where=str(folder),
                 fix="wait for it or stop it, or use another --run-dir",
@@ -165,9 +165,9 @@ def open_run(folder: Path) -> Run:
     path = folder / "run.yaml"
     if not path.is_file():
         raise UserError(
-            "A run's folder holds run.yaml.",
+            "A run's folder must contain run.yaml.",
             seen="no run.yaml" if folder.is_dir() else "no such folder",
             where=str(folder),
-            fix="give the folder that `trellis train --run-dir` was given, or one of runs/",
+            fix="name the folder that `trellis train --run-dir` was given, or one in runs/",
         )
     return read_run(path)

@@ -103,13 +103,21 @@ class MeshSizes:
         for name, size in sizes.items():
             if size < 1 and size != -1:
                 raise UserError(
-                    "A mesh axis has a size, or -1.", seen=f"{name}={size}", where=name, fix="use 1 or more"
+                    "The size of a mesh axis must be 1 or more, or -1.",
+                    seen=f"{name}={size}",
+                    where=name,
+                    fix="use 1 or more",
                 )
         free = [name for name, size in sizes.items() if size == -1]
         if len(free) > 1:
             seen = ", ".join(f"{name}=-1" for name in free)
             fix = f"give {' or '.join(free)} a size"
-            raise UserError("One mesh axis at most takes what is left.", seen=seen, where=free[-1], fix=fix)
+            raise UserError(
+                "At most one mesh axis can be -1, which takes the remaining devices.",
+                seen=seen,
+                where=free[-1],
+                fix=fix,
+            )
 
     def resolve(self, num_devices: int) -> dict[str, int]:
         """The size of every axis on this many devices.
@@ -126,10 +134,10 @@ class MeshSizes:
         if num_devices % known or (free is None and known != num_devices):
             shown = " ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
             raise UserError(
-                "The sizes of a mesh multiply to the number of devices.",
+                "The sizes of the mesh axes must multiply to the number of devices.",
                 seen=f"{shown or 'all sizes 1'} ({'a multiple of ' if free else ''}{known}), devices={num_devices}",
                 where="mesh",
-                fix=f"use sizes that multiply to {num_devices}; where a CPU simulates devices, --devices {known}",
+                fix=f"use sizes that multiply to {num_devices}, or --devices {known} if a CPU simulates them",
             )
         return {name: num_devices // known if name == free else size for name, size in sizes.items()}
 
@@ -188,7 +196,7 @@ class LayoutChoice:
                     if axis not in AXES:
                         meant = with_slashes(axis, AXES)
                         raise UserError(
-                            "A layout maps names to mesh axes.",
+                            "A layout entry must map a name to mesh axes.",
                             seen=f"{name}: {axes}",
                             where=f"{which}.{name}",
                             fix=f"write {meant}" if meant else did_you_mean(axis, AXES),
@@ -197,14 +205,14 @@ class LayoutChoice:
             self._check_overlap()
         if self.pipeline_microbatches is not None and self.pipeline_microbatches < 1:
             raise UserError(
-                "A pipeline has at least one part of the batch to work on.",
+                "`pipeline_microbatches` must be 1 or more.",
                 seen=f"pipeline_microbatches={self.pipeline_microbatches}",
                 where="pipeline_microbatches",
-                fix="use 1 or more, or null to have them chosen",
+                fix="use 1 or more, or null to have it chosen",
             )
         if self.pipeline_groups < 1:
             raise UserError(
-                "A stage has at least one group of layers.",
+                "`pipeline_groups` must be 1 or more.",
                 seen=f"pipeline_groups={self.pipeline_groups}",
                 where="pipeline_groups",
                 fix="use 1 or more",
@@ -212,7 +220,7 @@ class LayoutChoice:
         order = ("ring", "gather", "exchange")
         if order.index(self.context) > order.index(self.kinds["context_y"]):
             raise UserError(
-                "Keys go around a ring first, then they are gathered, then positions are exchanged for heads.",
+                "`context` cannot come after `context_y` in the order ring, gather, exchange.",
                 seen=f"context={self.context}, context_y={self.context_y}",
                 where="context_y",
                 fix=f"use --layout.context {self.context_y} --layout.context_y {self.context}",
@@ -226,7 +234,7 @@ class LayoutChoice:
     def _check_overlap(self) -> None:
         if self.mode == "auto":
             raise UserError(
-                "Overlapped products are placed by the types.",
+                "Overlapped products need layout mode explicit.",
                 seen=f"overlap={', '.join(self.overlap)} with mode=auto, where the compiler places communication",
                 where="overlap",
                 fix="use --layout.mode explicit",
@@ -236,14 +244,14 @@ class LayoutChoice:
             mine = compute.get(name, ())
             if not mine:
                 raise UserError(
-                    "An overlapped product's name is sliced in use.",
+                    "The name of an overlapped product must be sliced in use.",
                     seen=f"overlap={name} with the preset {self.preset}, which slices `{name}` over no mesh axis",
                     where="overlap",
                     fix=f"use --layout.preset fsdp_tensor_sequence, or --layout.compute.{name} model",
                 )
             if not any(axis in compute.get(other, ()) for axis in mine for other in ("pos", "embed")):
                 raise UserError(
-                    "An overlapped product gathers what comes in, or scatters what goes out.",
+                    "Overlap needs `pos` or `embed` sliced in use over the mesh axis of the product.",
                     seen=f"overlap={name} with the preset {self.preset}: activations beside `{name}` are whole along "
                     f"{'/'.join(mine)}",
                     where="overlap",
@@ -293,9 +301,9 @@ def make_layout(
     params, compute = choice.maps()
     if idle := [name for name, size in sizes.items() if size > 1 and name not in choice.used()]:
         kept = any(idle[0] in axes for axes in params.values())
-        at_rest = ", which slices parameters over it, and nothing in use" if kept else ""
+        at_rest = ", which slices only parameters at rest over it" if kept else ""
         raise UserError(
-            "Every mesh axis slices something: devices along an axis that slices nothing repeat each other's work.",
+            "Every mesh axis must slice something in use: otherwise, its devices repeat each other's work.",
             seen=f"{idle[0]}={sizes[idle[0]]} with the preset {choice.preset}{at_rest}",
             where=f"mesh.{idle[0]}",
             fix=f"use --mesh.{idle[0]} 1, --layout.preset auto, or an entry such as --layout.compute.batch {idle[0]}",
@@ -353,11 +361,11 @@ def _check_few(compute: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -
     whole = [axis for axis in wide if axis not in compute.get(_FEW, ())]
     if whole:
         raise UserError(
-            "Where the compiler places, key heads are sliced as query heads are, or positions not over the same mesh "
-            "axes: XLA's gradients are wrong otherwise.",
+            "In layout mode auto, key heads must be sliced like query heads, or positions over other mesh axes: XLA "
+            "computes wrong gradients otherwise.",
             seen=f"heads and pos over {whole[0]}={sizes[whole[0]]}, kv_heads whole, layout.mode=auto",
             where="layout.mode",
-            fix=f"use --layout.mode explicit, which is right, or a --mesh.{whole[0]} that divides the key heads",
+            fix=f"use --layout.mode explicit, which is correct, or a --mesh.{whole[0]} that divides the key heads",
         )
 
 
@@ -385,7 +393,7 @@ def check_names(choice: LayoutChoice, names: Iterable[str], activations: Iterabl
             if name not in known:
                 elsewhere = f"no parameter has it: use --layout.compute.{name}"
                 raise UserError(
-                    "A layout names axes of the model.",
+                    "A layout entry must name an axis of the model.",
                     seen=f"`{name}`",
                     where=f"layout.{which}.{name}",
                     fix=elsewhere if name in in_use else did_you_mean(name, known),

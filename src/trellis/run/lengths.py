@@ -38,7 +38,7 @@ class SequenceLength:
         at_least(1, step=self.step, length=self.length, batch_size=self.batch_size, microbatches=self.microbatches)
         if self.rope_theta is not None and self.rope_theta <= 0:
             fix = "use a positive number, as in 500000.0"
-            raise UserError("`rope_theta` is positive.", seen=self.rope_theta, where="lengths.rope_theta", fix=fix)
+            raise UserError("`rope_theta` must be positive.", seen=self.rope_theta, where="lengths.rope_theta", fix=fix)
 
 
 class Phase(NamedTuple):
@@ -93,22 +93,23 @@ def _check(run: "Run") -> None:
     starts = [entry.step for entry in run.lengths]
     if starts != sorted(set(starts)) or starts[-1] >= run.steps:
         raise UserError(
-            "Lengths are listed in the order of the steps they begin at, which are steps of the run.",
+            "Lengths must be listed in order of their first steps, which must be before the run ends.",
             seen=f"steps {', '.join(map(str, starts))} of {run.steps}",
             where="lengths",
-            fix="write [{step: 1000, length: 4096}, {step: 2000, length: 32768}], and --steps past the last of them",
+            fix="write [{step: 1000, length: 4096}, {step: 2000, length: 32768}], and set --steps past the last",
         )
     lengths = [run.data.sequence_length, *(entry.length for entry in run.lengths)]
     if odd := [n for n in lengths if max(lengths) % n]:
         raise UserError(
-            "Each length divides the longest: shorter sequences are pieces of the same rows.",
+            "Every length must divide the longest: shorter sequences are cut from the same rows.",
             seen=f"{odd[0]} and {max(lengths)}",
             where="lengths",
-            fix=f"use {(n := max(lengths) // odd[0] * odd[0])} or {n + odd[0]} for {max(lengths)}, or powers of two",
+            fix=f"use {(n := max(lengths) // odd[0] * odd[0])} or {n + odd[0]} instead of {max(lengths)}, or powers "
+            "of 2",
         )
     if len(set(lengths)) > 1 and run.data.packing != "concatenate":
         raise UserError(
-            "Sequences of several lengths are pieces of the same rows, which whole documents are not.",
+            "Several sequence lengths need concatenated documents: all lengths are cut from the same rows.",
             seen=f"data.packing={run.data.packing}, lengths {', '.join(map(str, lengths))}",
             where="lengths",
             fix="use --data.packing concatenate, or one length",
@@ -119,10 +120,10 @@ def _run_of(run: "Run", start: int, stop: int, entry: SequenceLength | None, cha
     rope = {name: value for name, value in change.items() if name != "length"}
     if missing := [name for name in rope if not hasattr(run.model, name)]:
         raise UserError(
-            "Rotary frequencies are changed of models that have them.",
+            "Rotary frequencies can be changed only in a model that has them.",
             seen=f"{missing[0]} for a {run.model.family}",
             where="lengths",
-            fix="leave it out, or use a model with it: llama, qwen3 or a mixture of experts",
+            fix="leave it out, or use a model that has it: llama, qwen3 or a mixture of experts",
         )
     size, parts = entry and entry.batch_size, entry and entry.microbatches
     return dataclasses.replace(
@@ -146,7 +147,7 @@ def _sizes(run: "Run", start: int, stop: int, length: int) -> "int | tuple[Batch
         if rest:
             least = length // math.gcd(length, run.data.sequence_length)
             raise UserError(
-                "A step keeps its tokens where sequences become longer.",
+                "Without a batch_size of its own, a new length must keep the number of tokens in a step.",
                 seen=f"{entry.size} sequences of {run.data.sequence_length} tokens, and a length of {length}",
                 where="lengths",
                 fix=f"give this length a batch_size, or use multiples of {least} for the run's",

@@ -50,10 +50,10 @@ def _check_batch(run: Run, layout: Layout) -> None:
     """Refuses batches that the mesh axes of `batch` and `pos` do not divide."""
     rows, positions = ({axis: layout.mesh.shape[axis] for axis in axes} for axes in layout.assign(("batch", "pos")))
     parts = {"microbatches": run.parts} if run.parts > 1 else {}
-    rule = "A batch is split evenly over the mesh axes of `batch` and into microbatches."
+    rule = "The batch must split evenly over the mesh axes of `batch` and into microbatches."
     for entry in run.batch_sizes():
         _check_divides(rule, "batch_size", entry.size, rows | parts)
-    rule = "A sequence is split evenly over the mesh axes of `pos`."
+    rule = "A sequence must split evenly over the mesh axes of `pos`."
     _check_divides(rule, "data.sequence_length", run.data.sequence_length, positions)
 
 
@@ -64,7 +64,7 @@ def _check_parts(run: Run, layout: Layout, routing: Routing) -> None:
     (axes,) = layout.assign(("batch",))
     rows = {axis: layout.mesh.shape[axis] for axis in axes}
     rows |= {"microbatches": run.parts} if run.parts > 1 else {}
-    rule = "A device's sequences of a microbatch go through a layer in parts of the same size."
+    rule = "A device's sequences of a microbatch must split evenly into the parts of `interleave`."
     for entry in run.batch_sizes():
         _check_divides(rule, "batch_size", entry.size, rows | {"model.routing.interleave": routing.interleave})
 
@@ -74,10 +74,10 @@ def _check_dealt(layout: Layout, declared: Sequence[Parameter]) -> None:
     for parameter in declared if dealt_axes(layout) else ():
         if POSITIONS in parameter.names:
             raise UserError(
-                "Where positions are dealt out over devices, a table of them is looked up by the positions of a batch.",
+                "If positions are dealt out over devices, a table of positions must be looked up by the batch's.",
                 seen=f"a parameter '{' '.join(parameter.names)}'",
                 where=f"`{parameter.path}`",
-                fix="name its rows otherwise and look them up, as gpt2 does: take(table, 'positions', positions); or "
+                fix="rename its rows and look them up, as gpt2 does: take(table, 'positions', positions); or "
                 "use --layout.context exchange",
             )
 
@@ -91,7 +91,7 @@ def _check_widths(layout: Layout, declared: Sequence[Parameter]) -> None:
             for (name, length), axes in slices:
                 if name != "vocab" and (name, which) != ("layers", "compute"):
                     parts = {axis: layout.mesh.shape[axis] for axis in axes}
-                    _check_divides("Mesh axes divide what they slice.", f"model.{name}", length, parts)
+                    _check_divides("Mesh axes must divide the axis that they slice.", f"model.{name}", length, parts)
 
 
 def _check_divides(rule: str, field: str, size: int, parts: Mapping[str, int]) -> None:
@@ -112,7 +112,7 @@ def _check_attention(run: Run, layout: Layout) -> None:
     (_, pos, heads, head_dim), (_, _, kv_heads, key_dim) = layout.assign(QUERY), layout.assign(KEY)
     if head_dim or key_dim:
         raise UserError(
-            "Attention needs each head whole: head_dim is not sliced in use.",
+            "Attention needs each head whole: head_dim cannot be sliced in use.",
             seen=f"head_dim over {'/'.join(head_dim or key_dim)}",
             where="layout.compute.head_dim",
             fix="use --layout.compute.head_dim '', and slice heads instead",
@@ -122,7 +122,7 @@ def _check_attention(run: Run, layout: Layout) -> None:
     if found != sorted(found):
         wanted = [axis for _, axis in sorted(zip(found, pos, strict=True))]
         raise UserError(
-            "Positions are sliced over the axes of rings first, then over those that gather, then that exchange.",
+            "Positions must be sliced over ring axes first, then over gather axes, then over exchange axes.",
             seen=f"pos over {'/'.join(f'{axis} ({order[kind]})' for kind, axis in zip(found, pos, strict=True))}",
             where="layout.compute.pos",
             fix=f"use --layout.compute.pos {'/'.join(wanted)}",
@@ -134,14 +134,14 @@ def _check_attention(run: Run, layout: Layout) -> None:
     if sliced and length % pieces:
         near = [n for n in (length // pieces * pieces, -(-length // pieces) * pieces) if n]
         raise UserError(
-            "Each device along the mesh axes of positions has two pieces of a sequence, all of one length.",
+            "A sequence must split into two equal pieces for each device along the mesh axes of positions.",
             seen=f"data.sequence_length={length} over {sizes_of(layout, sliced)}, {pieces} pieces",
             where="data.sequence_length",
             fix=f"use --data.sequence_length {' or '.join(map(str, near))}",
         )
     if run.model.heads % ways((*heads, *exchanged)):
         raise UserError(
-            "An exchange swaps slices of positions for slices of heads: the mesh axes of both divide the heads.",
+            "The mesh axes of heads and of exchanged positions must together divide the heads.",
             seen=f"model.heads={run.model.heads} over {sizes_of(layout, (*heads, *exchanged))}",
             where=f"layout.{exchanged[-1]}",
             fix=f"use --layout.{exchanged[-1]} ring or gather, or sizes of these mesh axes that divide the heads",
@@ -157,7 +157,7 @@ def _check_attention(run: Run, layout: Layout) -> None:
         if whole and run.model.kv_heads % ways(heads):  # without an entry they are as whole as they must be
             entry = "leave layout.compute.kv_heads out"
         raise UserError(
-            "Key heads are sliced as query heads are, or less, where each device's query heads read whole key heads.",
+            "Key heads must be sliced like query heads, or less if each device's query heads read whole key heads.",
             seen=f"heads={run.model.heads} over {sizes_of(layout, heads) or 'nothing'}, "
             f"kv_heads={run.model.kv_heads} over {sizes_of(layout, kv_heads) or 'nothing'}",
             where="layout.compute.kv_heads",
@@ -175,7 +175,7 @@ def _check_stages(run: Run, layout: Layout) -> None:
     (axes,) = layout.even().assign(("layers",))
     if len(axes) > 1:
         raise UserError(
-            "A pipeline runs along one mesh axis.",
+            "A pipeline can use only one mesh axis.",
             seen=f"layers over {'/'.join(axes)}",
             where="layout.compute.layers",
             fix=f"use --layout.compute.layers {axes[0]}",
@@ -189,7 +189,7 @@ def _check_stages(run: Run, layout: Layout) -> None:
         count = layout.pipeline_microbatches
         if count is not None and count not in able:
             raise UserError(
-                "The parts of a batch that follow each other through the stages cut every slice of it evenly.",
+                "The number of pipeline microbatches must divide each device's share of the batch.",
                 seen=f"pipeline_microbatches={count} of batch_size={rows}"
                 + (f" in each of {run.parts} microbatches" if run.parts > 1 else "")
                 + (f", over {sizes_of(layout, over)}" if over else ""),
@@ -199,7 +199,7 @@ def _check_stages(run: Run, layout: Layout) -> None:
         count = run.parts * microbatches_of(layout, axes[0], rows)
         if groups > 1 and count % stages:
             raise UserError(
-                "With several groups of layers on a stage the stages divide the parts of the batch.",
+                "With several groups of layers on a stage, the stages must divide the pipeline's microbatches.",
                 seen=f"{count} parts of a batch through {axes[0]}={stages}, pipeline_groups={groups}",
                 where="layout.pipeline_microbatches",
                 fix=f"use a multiple of {stages}, or --layout.pipeline_groups 1",
@@ -214,14 +214,14 @@ def _check_permutes(layout: Layout, declared: Sequence[Parameter]) -> None:
     first = [p.path for p in declared if "heads" in p.names and not p.is_stacked]
     if permutes and layout.uneven:
         raise UserError(
-            "Layers that pass slices around a ring are as many on each stage of a pipeline.",
+            "Rings in a pipeline need the same number of layers on every stage and in every group.",
             seen=f"stages and groups that do not divide the layers, with {' and '.join(permutes)}",
             where=permutes[0],
-            fix="use --layout.context exchange or gather, and no --layout.overlap; or stages that divide the layers",
+            fix="use --layout.context exchange or gather without --layout.overlap, or stages that divide the layers",
         )
     if rings and first:
         raise UserError(
-            "Layers before those of a pipeline run on its first stage alone, where nothing is passed around a ring.",
+            "Layers before the pipeline run on its first stage only, and cannot use a ring.",
             seen=f"`{first[0]}`, with {' and '.join(rings)} a ring",
             where=rings[0],
             fix="use --layout.context exchange or gather, or --mesh.stage 1",

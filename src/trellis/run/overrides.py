@@ -146,24 +146,24 @@ def _put(kind: Any, data: Any, names: list[str], text: str, option: str, root: A
         if isinstance(container, type) and issubclass(container, Mapping):
             return {**(data or {}), ".".join(names): read(args[1], text)}  # keys may have dots: parameters' names do
     raise UserError(
-        f"`{option.removesuffix('.' + '.'.join(names))}` is of type {show(kind)}: it has no parts of that name.",
+        f"`{option.removesuffix('.' + '.'.join(names))}` is of type {show(kind)}, which has no field of this name.",
         seen=f"`{'.'.join(names)}`",
         where=f"--{option}",
-        fix=f"set it whole: --{option.removesuffix('.' + '.'.join(names))} {show(kind)}",
+        fix=f"set the whole value: --{option.removesuffix('.' + '.'.join(names))} {show(kind)}",
     )
 
 
 def _unknown(option: str, head: str, cls: type, tagged: Mapping[str, type], root: Any) -> UserError:
     parent = option[: option.index(f".{head}")] if f".{head}" in option else ""
     if of := [tag for tag, variant in tagged.items() if head in fields_of(variant)]:
-        fix = f"it is a field where --{parent}.{tag_field(tagged)} is {' or '.join(of)}: give that too"
+        fix = f"it is a field if --{parent}.{tag_field(tagged)} is {' or '.join(of)}: set that too"
     elif (name := ours(option)) in {name for name, _ in every_field(root)}:
         fix = f"here it is called --{name}"
     else:
         elsewhere = {name for name, _ in every_field(root) if name.endswith(f".{option}")}
         known = elsewhere or {f"{parent}.{name}".lstrip(".") for name in fields_of(cls)}
         fix = did_you_mean(option, known, shown="--{}")
-    rule = f"`{parent or cls.__name__}` has known fields only."
+    rule = f"`{parent or cls.__name__}` has no field of this name."
     return UserError(rule, seen=f"`{head}`", where=f"--{option}", fix=fix)
 
 

@@ -42,10 +42,10 @@ def read_run(path: Path) -> Run:
         found = load_yaml(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(
-            "A run's file is YAML.",
+            "A run's file must be valid YAML.",
             seen=" ".join(str(error).split()),
             where=str(path),
-            fix="use the copy of it that lies in each checkpoint",
+            fix="use the copy that is in each checkpoint",
         ) from None
     try:
         return build(Run, found, origin=lambda name: f"`{name}` in {path}")

@@ -197,12 +197,15 @@ _LEAST_NUMBER, _MOST_NUMBER = 1.2e-38, 3.4e38
 
 def _within_range(data: Any, path: str, origin: Callable[[str], str]) -> Any:
     if isinstance(data, int) and abs(data) > _MOST_WHOLE:
-        rule, fix = f"A whole number has at most 31 bits: it is {_MOST_WHOLE:,} at most.", "use a smaller number"
+        rule, fix = (
+            f"A whole number must fit in 31 bits: its magnitude can be at most {_MOST_WHOLE:,}.",
+            "use a smaller number",
+        )
     elif isinstance(data, float) and data and not _LEAST_NUMBER <= abs(data) <= _MOST_NUMBER:
-        rule = f"A number is finite in float32: its size is 0, or from {_LEAST_NUMBER} to {_MOST_NUMBER}."
-        fix = "use a number in that range; null is what turns something off, where the field takes it"
+        rule = f"A number must fit in float32: 0, or a magnitude from {_LEAST_NUMBER} to {_MOST_NUMBER}."
+        fix = "use a number in that range; to turn something off, use null where the field allows it"
     elif isinstance(data, str) and "\0" in data:
-        rule, fix = "A text holds no zero byte.", "leave it out"
+        rule, fix = "Text cannot contain a NUL byte.", "remove it"
     else:
         return data
     raise UserError(rule, seen=shortened(repr(data), 80), where=origin(path), fix=fix)
@@ -212,13 +215,13 @@ _EXAMPLES = {
     int: "write a whole number, as in 8",
     float: "write a number, as in 0.001",
     bool: "write true or false",
-    str: "write text, in quotes where YAML reads it as something else",
+    str: "write text, in quotes if YAML would read it as something else",
 }
 
 
 def _wrong(kind: Any, data: Any, path: str, origin: Callable[[str], str], fix: str = "") -> UserError:
     seen = "null" if data is None else f"{shortened(repr(data), 80)} ({type(data).__name__})"
-    rule = f"`{path}` is {'one of' if typing.get_origin(kind) is Literal else 'of type'} {show(kind)}."
+    rule = f"`{path}` must be {'one of' if typing.get_origin(kind) is Literal else 'of type'} {show(kind)}."
     if isinstance(data, str) and variants(kind):
         fix = did_you_mean(data, variants(kind))
     if data is None and ":" in path.rpartition(".")[2]:
@@ -235,7 +238,7 @@ def _build_union(kind: Any, data: Any, path: str, origin: Callable[[str], str]) 
         name = tag_field(tagged)
         seen = f"{name}: {shortened(repr(data[name]), 80)}" if name in data else f"no `{name}`"
         fix = did_you_mean(str(data.get(name)), tagged) if name in data else f"write {name}: {' | '.join(tagged)}"
-        raise UserError(f"`{path}` says by `{name}` what it is.", seen=seen, where=origin(_join(path, name)), fix=fix)
+        raise UserError(f"`{path}` must have a known `{name}`.", seen=seen, where=origin(_join(path, name)), fix=fix)
     fitting = [m for m in members(kind) if m not in tagged.values() and _shape(m) is _shape(type(data))]
     for member in fitting:
         try:
@@ -259,20 +262,20 @@ def _build_dataclass(cls: type, data: Any, path: str, origin: Callable[[str], st
         return data
     if not isinstance(data, Mapping):
         raise UserError(
-            f"`{path}` has fields: {', '.join(fields_of(cls))}.",
+            f"`{path}` must be written as its fields: {', '.join(fields_of(cls))}.",
             seen=shortened(repr(data), 80),
             where=origin(path),
-            fix=f"write one field by its name, as in {_join(path, next(iter(fields_of(cls))))}",
+            fix=f"set a field by its name, as in {_join(path, next(iter(fields_of(cls))))}",
         )
     fields = fields_of(cls)
     for key in data:
         if key not in fields:
-            rule = f"`{path or cls.__name__}` has known fields only."
+            rule = f"`{path or cls.__name__}` has no field of this name."
             raise UserError(rule, seen=f"`{key}`", where=origin(_join(path, key)), fix=did_you_mean(str(key), fields))
     missing = [name for name, field in fields.items() if field.default is REQUIRED and name not in data]
     if missing:
         raise UserError(
-            "What defines a run is written down: it has no silent default.",
+            "A field without a default must be set.",
             seen=f"no {', '.join(f'`{_join(path, name)}`' for name in missing)}",
             where=origin(path) if path else cls.__name__,
             fix=f"add {', '.join(f'{_join(path, name)}: {_written(fields[name].type)}' for name in missing)}",
@@ -290,5 +293,5 @@ def at_least(bound: int, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and value < bound:
             raise UserError(
-                f"`{name}` is {bound} or more.", seen=f"{name}={value}", where=name, fix=f"use {bound} or more"
+                f"`{name}` must be {bound} or more.", seen=f"{name}={value}", where=name, fix=f"use {bound} or more"
             )

@@ -42,7 +42,7 @@ def check_tiles(run: Run, layout: Layout, model: LanguageModel, *, at_rest: bool
             length, ways = sizes.get(name, 0), math.prod(layout.mesh.shape[axis] for axis in axes)
             if name not in _NEVER and length // (tile := block_of(length or 1, form.block)) % ways:
                 raise UserError(
-                    "Numbers that share a scale lie on one device.",
+                    "Numbers that share a scale must be on the same device.",
                     seen=f"{kind} for `{p.path}`: {name}={length} in tiles of {tile} over {sizes_of(layout, axes)}",
                     where="precision.products",
                     fix=f"use fp8, or fewer devices along {' and '.join(axes)}",

@@ -35,32 +35,32 @@ def _unheeded(run: Run) -> Iterator[tuple[str, UserError]]:
     if isinstance(routing := getattr(run.model, "routing", None), Routing):
         yield from _of_routing(run, routing, in_use.get("experts", ()))
     if run.guard.every is None and not run.guard.replay:
-        rule = "Steps are made twice where copies are compared every few steps."
+        rule = "`guard.replay` needs `guard.every`."
         fix = "use --guard.every 100 with it, or leave it out"
         yield _told("guard.replay", rule, "replay=false, guard.every=null", fix)
     if run.checkpoints.every is None and (keep := run.checkpoints.keep_every) is not None:
-        rule = "Checkpoints are kept of those that are written every few steps."
+        rule = "`checkpoints.keep_every` needs `checkpoints.every`."
         fix = f"use --checkpoints.every {keep} with it, or leave it out"
         yield _told("checkpoints.keep_every", rule, f"keep_every={keep}, checkpoints.every=null", fix)
     if run.evaluation.every is None and run.evaluation.sample:
-        rule = "Texts are sampled at evaluations during a run, as at its end without being asked."
+        rule = "`evaluation.sample` needs `evaluation.every`; the end of a run always has a sample."
         fix = "use --evaluation.every 100 with it, or leave it out"
         yield _told("evaluation.sample", rule, "sample=true, evaluation.every=null", fix)
     if run.deadline.factor is None:
-        rule = "The least deadline is one of steps that have a deadline."
+        rule = "`deadline.seconds` needs a `deadline.factor`."
         seen = f"seconds={run.deadline.seconds:g}, deadline.factor=null"
-        yield _told("deadline.seconds", rule, seen, "use a --deadline.factor, as 20, or leave it out")
+        yield _told("deadline.seconds", rule, seen, "use --deadline.factor 20 with it, or leave it out")
 
 
 def _of_layout(run: Run, at_rest: Mapping[str, list], in_use: Mapping[str, list]) -> Iterator[tuple[str, UserError]]:
     layout, pos = run.layout, in_use.get("pos", [])
     if layout.mode == "auto":
         for name in ("context", "context_y", "gather"):
-            rule = "How keys are reached and parameters gathered is said where the types place communication."
+            rule = "How keys are reached and parameters are gathered can be set only in layout mode explicit."
             seen = f"{name}={getattr(layout, name)} with mode=auto, where the compiler places it"
             yield _told(f"layout.{name}", rule, seen, "use --layout.mode explicit, or leave it out")
         return
-    rule = "Attention reaches keys of other slices where a mesh axis of this name slices positions."
+    rule = "How attention reaches keys can be set only for a mesh axis that slices positions."
     heeding = {"context": ["context", "context_y"], "context_y": ["context_y"]}
     for name, axes in heeding.items():
         of = [axis for axis in axes if axis == name or layout.context_y is None]
@@ -71,12 +71,12 @@ def _of_layout(run: Run, at_rest: Mapping[str, list], in_use: Mapping[str, list]
             yield _told(f"layout.{name}", rule, seen, f"{fix}, or leave it out")
     gathered = [axis for name, axes in at_rest.items() for axis in axes if axis not in in_use.get(name, ())]
     if layout.gather == "per_axis" and len({*gathered}) < 2:
-        rule = "Parameters that several mesh axes slice at rest, and not in use, are gathered over one after the other."
+        rule = "`gather=per_axis` needs parameters that are gathered over several mesh axes."
         seen = f"gather=per_axis, parameters gathered over {next(iter(gathered), 'nothing')}"
         yield _told("layout.gather", rule, seen, "use --mesh.data_y 2 or more with it, or leave it out")
     if layout.overlap and not any(in_use.get(name) for name in layout.overlap):
         axes = sorted({axis for name in layout.overlap for axis in layout.maps()[1].get(name, ())})
-        rule = "Overlapped products hide the communication of a mesh axis that slices their name."
+        rule = "An overlapped product needs a mesh axis that slices its name over several devices."
         seen = f"overlap={', '.join(layout.overlap)}, {', '.join(f'mesh.{axis}=1' for axis in axes)}"
         yield _told("layout.overlap", rule, seen, f"use --mesh.{axes[0]} 2 or more, or leave it out")
 
@@ -86,11 +86,11 @@ def _of_routing(run: Run, routing: Routing, experts: list[str]) -> Iterator[tupl
     where = "layout.mode=auto" if auto else "experts over no mesh axis"
     fix = "use --layout.mode explicit" if auto else "use --mesh.expert 2 or more"
     if (auto or not experts) and routing.way in ("gather", *EXCHANGES):
-        rule = "Tokens and experts come together where mesh axes slice the experts, as the types say."
+        rule = "This routing needs experts that are sliced over mesh axes, and layout mode explicit."
         yield _told("model.routing.way", rule, f"way={routing.way}, {where}", f"{fix}, or leave it out")
     if auto or not experts or routing.way not in ("auto", *EXCHANGES):
         seen = f"slack={routing.slack:g}, " + (where if auto or not experts else f"way={routing.way}")
-        rule = "Buffers have room for tokens that go to their experts over mesh axes."
+        rule = "`routing.slack` is for tokens that are exchanged over mesh axes."
         other = fix if auto or not experts else "use --model.routing.way auto"
         yield _told("model.routing.slack", rule, seen, f"{other}, or leave it out")
 

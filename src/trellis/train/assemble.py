@@ -239,7 +239,7 @@ def _check_parts_of_names(run: Run, model: Any) -> None:
             if not part or not any(p.matches((part,)) for p in known):
                 words = {word for p in known for word in (*p.path.split("."), *p.names)}
                 raise UserError(
-                    "A part of a parameter's name is part of the name of at least one, or names one of its axes.",
+                    "A part of names must match the name of at least one parameter, or one of its axes.",
                     seen=f"`{part}`",
                     where=field,
                     fix=did_you_mean(part, words),
@@ -256,8 +256,8 @@ def _check_heeded(field: str, asked: Mapping[str, str], known: Sequence[Paramete
         others = [first for first in firsts if asked[first] != wanted]
         if others and part not in firsts:
             raise UserError(
-                "Of several parts of a parameter's name the first that is listed counts.",
-                seen=f"`{part}: {wanted}`, after `{others[0]}: {asked[others[0]]}`, which has its parameters",
+                "Of several parts that match a parameter's name, only the first one listed applies.",
+                seen=f"`{part}: {wanted}`, after `{others[0]}: {asked[others[0]]}`, which matches its parameters",
                 where=field,
                 fix=f"list `{part}` before `{others[0]}`, or leave it out",
             )
@@ -272,7 +272,7 @@ def _check_narrow_products(run: Run, model: Any) -> None:
         marked.append((head, kind))
     for part in precision.products:
         if not any(p.matches((part,)) for p, _ in marked):
-            raise _no_narrow_product(f"`{part}`, of which no part is a weight that multiplies", model)
+            raise _no_narrow_product(f"`{part}`, which matches no weight that multiplies", model)
     for p, kind in marked:
         layer = p.is_stacked
         able = ("fp8", "mxfp8") if not layer else ("fp8", "int8") if "experts" in p.names else (kind,)
@@ -280,15 +280,15 @@ def _check_narrow_products(run: Run, model: Any) -> None:
             raise _no_narrow_product(f"{kind} for `{p.path}`", model)
         if kind not in able:
             kinds = " or ".join(able)
-            fix = f"use {kinds} for it, or name parts that it has not" if layer else f"use {kinds} for it"
+            fix = f"use {kinds} for it, or name parts that do not match it" if layer else f"use {kinds} for it"
             raise _no_narrow_product(f"{kind} for `{p.path}`", model, fix)
 
 
 def _no_narrow_product(seen: str, model: Any, fix: str = "") -> UserError:
     able = [p.path.removeprefix("layers.") for p in parameters(model) if p.role == Role.WEIGHT and p.is_stacked]
     return UserError(
-        "Narrow products are those of layers' weights, experts' in fp8 or int8, and the unembedding's in fp8 or mxfp8, "
-        "which reach down to small chances.",
+        "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding (in fp8 or "
+        "mxfp8, which can represent small probabilities).",
         seen=seen,
         where="precision.products",
         fix=fix or f"name parts of {', '.join(f'`{path}`' for path in able)}, or `vocab`",
@@ -302,14 +302,14 @@ def _check_four_bits(run: Run, layout: Layout) -> None:
     device = layout.mesh.devices.flat[0]
     if not are_cpus(layout.mesh) and not has_block_units(device.device_kind):
         raise UserError(
-            "Products in nvfp4 are for NVIDIA's GPUs from Blackwell on; a CPU emulates them.",
+            "Products in nvfp4 need an NVIDIA GPU from Blackwell on; a CPU emulates them.",
             seen=f"nvfp4 on {device.device_kind}",
             where="precision.products",
             fix="use fp8, or int8",
         )
     if run.mesh.stage != 1:
         raise UserError(
-            "Products in nvfp4 round gradients by keys of layers, which stages do not have.",
+            "Products in nvfp4 cannot be used in a pipeline: its stages have no keys for rounding gradients.",
             seen=f"nvfp4 with mesh.stage={run.mesh.stage}",
             where="precision.products",
             fix="use --mesh.stage 1, or fp8",
@@ -322,7 +322,7 @@ def _check_delayed(run: Run, model: Any) -> None:
     seen = f"mesh.stage={run.mesh.stage}" if run.mesh.stage != 1 else f"products of `{experts[0]}`" if experts else ""
     if run.precision.amax_history and seen:
         raise UserError(
-            "Delayed scales are those of products outside of stages and experts.",
+            "Delayed scales cannot be used in pipeline stages or for experts.",
             seen=f"amax_history={run.precision.amax_history} with {seen}",
             where="precision.amax_history",
             fix="use --precision.amax_history 0",
@@ -334,7 +334,7 @@ def _check_narrow_moments(run: Run, state: TrainState) -> None:
     parts = run.precision.moments
     if parts and (left := sorted(set(parts) - narrow_parts(state.optimizer, parts))):
         raise UserError(
-            "Eight bits are for the moving averages that an optimizer keeps of weights and tables.",
+            "Only moving averages that the optimizer keeps of weights and tables can be in eight bits.",
             seen=f"`{left[0]}` with {run.optimizer.kind}, which keeps none of it",
             where="precision.moments",
             fix="leave it out, or name a part of a weight; adafactor keeps an average with --optimizer.beta1 0.9",

@@ -31,7 +31,7 @@ def check_marks(run: Run, program: Program) -> None:
     known |= {EXPERT_WEIGHTS, FAR_ROWS} if run.model.experts > 1 else set()
     for name in run.remat.names:
         if name not in known:
-            rule = "What is kept by name is marked so by the model."
+            rule = "`remat.names` can list only names that the model marks."
             raise UserError(rule, seen=f"`{name}`", where="remat.names", fix=did_you_mean(name, known))
 
 
@@ -62,17 +62,17 @@ def check_guard(memory: Mapping[str, int], assembled: Assembled) -> None:
     if not replays(run.guard, assembled.abstract, mesh):
         return
     state = sum(device_bytes(leaf) for leaf in jax.tree.leaves(assembled.abstract))
-    fix = "use --guard.replay false, which compares copies alone, or more devices"
+    fix = "use --guard.replay false, which compares copies only, or more devices"
     _check_room(
         sum(memory.values()) // _CERTAIN + state,
         mesh.devices.flat,
-        rule="A step that is made twice leaves room for another state.",
+        rule="Replaying a step needs memory for another state.",
         fix=fix,
     )
     option = "xla_gpu_deterministic_ops"
     if platform_of_devices(mesh) == "cuda" and assembled.compiler_options.get(option, "").lower() != "true":
         raise UserError(
-            "A step that is made twice gives the same bits: a GPU's compiler is told to order its sums.",
+            "Replaying a step needs deterministic operations on a GPU: both results must have the same bits.",
             seen=f"guard.every={run.guard.every}, and parts of the state that are held once",
             where="guard.replay",
             fix=f"add --compiler_options.{option} true, or use --guard.replay false",
@@ -83,7 +83,7 @@ def _check_room(
     num_bytes: int,
     devices: Iterable[Any],
     *,
-    rule: str = "A run's state and its step fit into the memory that there is.",
+    rule: str = "A run's state and its step must fit in memory.",
     fix: str = "use a smaller model or batch, or more devices; `trellis memory` shows what each device holds",
 ) -> None:
     here = [device for device in devices if device.process_index == jax.process_index()]

@@ -86,10 +86,10 @@ def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> 
     mine = {name: str(value) for name, value in options.items() if not name.startswith(others)}
     if COSTS in mine and not Path(mine[COSTS]).exists():
         raise UserError(
-            "Costs that a step is scheduled by are in a file that every process reads.",
+            "The file of costs to schedule a step by must exist on every machine of the run.",
             seen=f"no {mine[COSTS]}",
             where=f"compiler_options.{COSTS}",
-            fix="write it with `trellis plan --compile --costs FOLDER`, bring it here, or leave the option out",
+            fix="write it with `trellis plan --compile --costs FOLDER`, copy it here, or leave the option out",
         )
     defaults = {} if platform == "cpu" and devices > MOST_DEVICES else DEFAULTS.get(platform, {})
     return {**defaults, **mine}
@@ -105,7 +105,7 @@ def _explained(options: Mapping[str, str] | None) -> Generator[None]:
         if not options or "option" not in seen.lower() or not any(name in seen for name in options):
             raise
         raise UserError(
-            "A compiler knows the options that it is given, and takes their values.",
+            "Compiler options must be known to the compiler and have valid values.",
             seen=f"{seen:.300}",
             where="compiler_options",
             fix="leave it out, or write it as this platform's XLA does",

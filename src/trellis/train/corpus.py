@@ -95,10 +95,10 @@ def _check_counts(store: TokenStore) -> None:
         return
     if not any(store.loss_mask(first, min(first + step, count)).any() for first in range(0, count, step)):
         raise UserError(
-            "A run learns from tokens that count in its loss.",
+            "A store must have tokens that count in the loss.",
             seen=f"{count:,} tokens, none of which counts",
             where=store.url,
-            fix="tokenize chats in which messages of the role assistant answer others",
+            fix="tokenize chats with messages of the role assistant",
         )
 
 
@@ -111,10 +111,10 @@ def check_lasts(run: Run, corpus: Corpus) -> None:
     there = corpus.batches.num_steps
     if there is not None and there < run.steps:
         raise UserError(
-            "The data lasts as long as the run.",
+            "The data must last as long as the run.",
             seen=f"{there} batches for {run.steps} steps",
             where="data.source",
-            fix=(f"use --steps {there}, or " if there else "use ") + "more epochs: null repeats a part without an end",
+            fix=(f"use --steps {there}, or " if there else "use ") + "more epochs: null repeats a part without end",
         )
 
 

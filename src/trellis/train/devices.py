@@ -38,19 +38,19 @@ def find_devices(run: Run) -> list[Any]:
     if jax.process_count() > 1:
         if run.devices not in (None, here := jax.local_device_count()):
             raise UserError(
-                "Each process of several uses all devices that it has.",
+                "With several processes, each process must use all of its devices.",
                 seen=f"devices={run.devices} where each process has {here} ({devices[0].device_kind})",
                 where="--devices",
-                fix="leave it out; what starts the processes says which devices each of them has",
+                fix="leave it out; whatever starts the processes sets which devices each of them has",
             )
         return devices
     if wanted > len(devices):
         raise UserError(
-            "A run uses devices that are there.",
+            "A run cannot use more devices than JAX has.",
             seen=f"devices={wanted} where JAX has {len(devices)} ({devices[0].device_kind})",
             where="--devices",
             fix=f"use {len(devices)} or fewer"
-            + ("" if are_cpus(devices) else "; JAX_PLATFORMS=cpu rehearses more on a CPU"),
+            + ("" if are_cpus(devices) else "; set JAX_PLATFORMS=cpu to rehearse more on a CPU"),
         )
     return devices[:wanted]
 

@@ -45,10 +45,10 @@ def detect(
             return {"cluster_detection_method": "ompi"}
         if coordinator is None:
             raise UserError(
-                "The processes of a run find each other at one address.",
+                "The processes of a run need an address at which they find each other.",
                 seen=f"Open MPI with {processes} processes, which names no address",
                 where="the environment",
-                fix="add --distributed.coordinator HOST:PORT, HOST being that of rank 0",
+                fix="add --distributed.coordinator HOST:PORT, with the host of rank 0",
             )
     if coordinator is not None or options["processes"] is not None or options["process"] is not None:
         return _from_options(coordinator, processes, process)
@@ -97,10 +97,10 @@ def initialize(
         if found == {}:  # a TPU host that belongs to no pod
             return False
         raise UserError(
-            "All processes of a run reach the first of them.",
+            "All processes of a run must be able to reach process 0.",
             seen=f"{type(error).__name__}: {str(error).splitlines()[0]}",
             where=f"jax.distributed.initialize({', '.join(f'{k}={v!r}' for k, v in found.items())})",
-            fix="check that process 0 runs, that its port is open, and that all were started alike",
+            fix="check that process 0 runs, that its port is open, and that all have the same options",
         ) from error
     return True  # the number of processes is known once JAX looks at its devices, which must not happen here
 
@@ -120,10 +120,10 @@ def _check_port(address: str) -> None:
             tried.bind(("", int(address.rpartition(":")[2])))
         except (OSError, OverflowError) as error:
             raise UserError(
-                "The first process of a run waits for the others at a port of its own.",
+                "Process 0 needs a free port at which to wait for the others.",
                 seen=str(error),
                 where=f"--distributed.coordinator {address}",
-                fix="give all of them another port",
+                fix="use another port for all of them",
             ) from None
 
 
@@ -142,25 +142,25 @@ def _from_options(coordinator: str | None, processes: int | None, process: int |
     if coordinator is None or processes is None or process is None:
         missing = ", ".join(name for name, value in given.items() if value is None)
         raise UserError(
-            "A process that is told of others is told of all three: coordinator, processes, process.",
+            "The coordinator, the number of processes and the process must be set together.",
             seen=" ".join(f"{name} {value}" for name, value in given.items() if value is not None),
             where=where,
             fix=f"add {missing}",
         )
     if not re.fullmatch(r".+:\d+", coordinator):
         raise UserError(
-            "A coordinator is an address and a port.", seen=coordinator, where=where, fix="write it as HOST:PORT"
+            "A coordinator must be an address and a port.", seen=coordinator, where=where, fix="write it as HOST:PORT"
         )
     if not 0 <= process < processes:
         raise UserError(
-            "Processes are counted from 0.",
+            "A process must have a number from 0 to the number of processes minus 1.",
             seen=f"process {process} of {processes}",
             where=where,
             fix=f"use 0 to {processes - 1}",
         )
     if processes == 1:
         raise UserError(
-            "A run of several processes has more than one.",
+            "The number of processes must be 2 or more.",
             seen="--distributed.processes 1",
             where=where,
             fix="leave the options out",

@@ -46,8 +46,8 @@ class Difference:
     def __str__(self) -> str:
         where = f"`{self.name}` on {_listed(self.devices)}"
         if len(self.devices) < self.copies:
-            return f"{where} is not what it is on the other {self.copies - len(self.devices)} along {_words(self.axes)}"
-        return f"{where} is not the same along {_words(self.axes)}"
+            return f"{where} differs from the other {self.copies - len(self.devices)} along {_words(self.axes)}"
+        return f"{where} differs along {_words(self.axes)}"
 
 
 class Guard:
@@ -118,27 +118,27 @@ class Guard:
         """
         if "digests" not in arrays:
             return
-        table, fix = arrays["digests"], "run the same command again, which goes on after that checkpoint; "
+        table, fix = arrays["digests"], "run the same command again, which continues after that checkpoint; "
         if found := differences(table, self._names, self._specs, self._mesh):
             raise CopiesDiffer(
-                "What the layout keeps on several devices is the same on each of them, to the bit.",
+                "The copies of a value on several devices must be the same, to the bit.",
                 seen=f"after step {step}: {_some([str(d) for d in found])}",
                 where=last_good(),
                 fix=f"{fix}leave out a device that is named again",
             )
         if "read_again" in arrays and (unlike := self._unlike(table, arrays["read_again"])):
             raise CopiesDiffer(
-                "A batch on the devices is what its data give when they are read again, to the bit.",
+                "The batch on the devices must be the same when its data are read again, to the bit.",
                 seen=f"the batch of step {step}: {unlike}",
                 where=last_good(),
                 fix=f"{fix}leave out a machine or a disk that is named again",
             )
         if "replayed" in arrays and (unlike := self._unlike(table, arrays["replayed"])):
             raise CopiesDiffer(
-                "A step that is made twice from one state and one batch gives one result, to the bit.",
+                "A step that is replayed from the same state and batch must give the same result, to the bit.",
                 seen=f"step {step} gave two: {unlike}",
                 where=last_good(),
-                fix=f"{fix}leave out a device that is named again, or --guard.replay false where steps are random",
+                fix=f"{fix}leave out a device that is named again, or use --guard.replay false if steps are random",
             )
 
     def _unlike(self, table: np.ndarray, other: np.ndarray) -> str:

@@ -49,7 +49,7 @@ _AHEAD = 4
 _PACED, _OFF = 3, 0.2
 # Seconds. A shorter run is not worth a line.
 _WORTH_TELLING = 20.0
-_UNKNOWN = "takes    not known before its first steps: no such step was measured on this machine"
+_UNKNOWN = "takes    unknown until its first steps: no such step has been measured on this machine"
 # The median of this many of the newest steps is kept for later runs.
 _REMEMBERED = 100
 
@@ -310,10 +310,10 @@ class _Loop:
             self._watch.doing(f"waits for the batch of step {made + 1}")
             asked = time.perf_counter()
         raise UserError(
-            "The data lasts as long as the run.",
+            "The data must last as long as the run.",
             seen=f"{made - start} batches for {run.steps - start} steps",
             where=str(self._folder),
-            fix="repeat the data, or make fewer steps",
+            fix="repeat the data, or train for fewer steps",
         )
 
     def _compile(self, step: CompiledStep, state: Any, batch: Any, index: int) -> None:
@@ -418,11 +418,11 @@ class _Loop:
             self._first = f"; the first that was not finite: {record.first}, at step {record.step}"
         if self._not_finite > self._run.skip_nonfinite:
             raise LossNotFinite(
-                "A run goes on while its loss and its gradient are finite.",
+                "The loss and the gradient must be finite.",
                 seen=f"loss {loss}, gradient norm {norm} at step {record.step}, {self._not_finite} in a row "
                 f"(allowed: {self._run.skip_nonfinite}){self._first}",
                 where=_last_good(self._saved, others_live=True),
-                fix="go on with a larger --skip_nonfinite, which leaves such steps out, or start a new run with a "
+                fix="continue with a larger --skip_nonfinite, which skips such steps, or start a new run with a "
                 "lower learning rate or clip_norm",
             )
 

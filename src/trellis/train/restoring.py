@@ -84,7 +84,7 @@ def restore_step(abstract_step: Any, folder: Path, *, step: int | None = None) -
 
 def _no_checkpoint(folder: Path) -> UserError:
     return UserError(
-        "A model comes from a checkpoint.",
+        "The run must have a checkpoint to take the model from.",
         seen="no checkpoint yet",
         where=str(folder / "checkpoints"),
         fix=f"train first: trellis train {shlex.quote(str(folder))}",

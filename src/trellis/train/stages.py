@@ -60,8 +60,8 @@ def schedule_of(model, rows: int, times: int) -> Schedule | None:
     Parts.of(model.layers.axis, stages, groups)
     if groups > 1 and microbatches % stages:
         raise NamesError(
-            f"with several groups of layers on a stage, stages divide the microbatches, got {microbatches} of them on "
-            f"{stages} stages with {groups} groups each: use a multiple of {stages} as pipeline_microbatches"
+            f"with several groups of layers on a stage, stages must divide the microbatches, got {microbatches} of "
+            f"them on {stages} stages with {groups} groups each: use a multiple of {stages} as pipeline_microbatches"
         )
     return Schedule(stages, groups, microbatches)
 
@@ -204,8 +204,8 @@ def pipelined(
     at, *others = [i for i, leaf in enumerate(leaves) if _is_stack(leaf, name)]
     if others:
         raise NamesError(
-            f"a pipeline's layers are one stack, got {1 + len(others)} of them in a model: make one stack of groups of "
-            f"layers, or take '{name}' out of the layout's compute"
+            f"a pipeline's layers must be one stack, got {1 + len(others)} of them in a model: make one stack of "
+            f"groups of layers, or remove '{name}' from the layout's compute"
         )
     stack, outer = leaves[at], leaves[:at] + leaves[at + 1 :]
     layers, block = jax.tree.flatten(stack.block)

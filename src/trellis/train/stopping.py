@@ -58,31 +58,31 @@ def explain(error: BaseException, last_good: str) -> BaseException:
     """
     if isinstance(error, NoRoom) or no_room(error):
         return RunStopped(
-            "The disk of a run has room for what it writes.",
+            "The disk must have room for what the run writes.",
             seen=error.seen if isinstance(error, NoRoom) else no_room(error),
             where=last_good,
             fix="free some space, then run the same command again; it continues after that checkpoint",
         )
     if not isinstance(error, UserError) and (reason := refused(error)):
         return RunStopped(
-            "The files of a run can be read and written while it trains.",
+            "The files of a run must be readable and writable while it trains.",
             seen=reason,
             where=last_good,
-            fix="see that its file system is there and lets them be written, then run the same command again; it "
+            fix="check that its file system is mounted and writable, then run the same command again; it "
             "continues after that checkpoint",
         )
     if isinstance(error, jax.errors.JaxRuntimeError):
         first = str(error).splitlines()[0]
         if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
             return RunStopped(
-                "A step fits into the memory of its devices.",
+                "A step must fit in the memory of its devices.",
                 seen=f"{first:.300}",
                 where=last_good,
                 fix="use smaller microbatches, more checkpointing of activations, or more devices; "
                 "`trellis memory` shows what each device holds",
             )
     if jax.process_count() > 1 and (reason := _peer_lost(error)):
-        return _lost(f"lost another one: {reason:.200}", last_good)
+        return _lost(f"lost another process: {reason:.200}", last_good)
     return error
 
 
@@ -100,10 +100,10 @@ def _peer_lost(error: BaseException | None) -> str:
 
 def _lost(how: str, last_good: str) -> RunStopped:
     return RunStopped(
-        "A run goes on while all its processes do.",
+        "All processes of a run must keep running.",
         seen=f"process {jax.process_index()} of {jax.process_count()} {how}",
         where=last_good,
-        fix="look at the other processes' output, then start them all again",
+        fix="check the other processes' output, then start them all again",
     )
 
 
@@ -124,7 +124,7 @@ def explained_abort(last_good: Callable[[], str]) -> Generator[None]:
         return
 
     def leave(number: int) -> None:
-        leave_at_once(_lost("was ended by JAX's runtime, whose reason stands above", last_good()))
+        leave_at_once(_lost("was ended by JAX's runtime, for the reason above", last_good()))
 
     handler_type = ctypes.CFUNCTYPE(None, ctypes.c_int)
     handler = handler_type(leave)

@@ -49,9 +49,7 @@ class StructureCheck:
         except ProgramDiffers:
             raise
         except Exception as error:  # text of an unknown form, a full disk: no reason to stop
-            return (
-                f"matched  nothing of the ledger with the compiled program: {str(error) or type(error).__name__:.300}"
-            )
+            return f"matched  no row of the ledger with the compiled program: {str(error) or type(error).__name__:.300}"
 
     def _check(self, text: str, step: int, last_good: Callable[[], str]) -> str:
         started = time.monotonic()
@@ -67,12 +65,12 @@ class StructureCheck:
         if is_first():
             path.write_text(text, encoding="utf-8")
         fault = {
-            "rule": "A compiled step moves what its types say, between the devices along their mesh axes.",
+            "rule": "A compiled step must move what its types say, between the devices along their mesh axes.",
             "seen": "; ".join(found.faults),
         }
-        fix = "hold its numbers against one device (trellis prove RECIPE --on TARGET); if they are"
+        fix = "compare its numbers with one device (trellis prove RECIPE --on TARGET); if they are"
         if found.certain and self._assembled.run.guard.structure:
-            fix = f"{fix} right, go on with --guard.structure false; else use another layout or version of JAX"
+            fix = f"{fix} right, continue with --guard.structure false; else use another layout or version of JAX"
             raise ProgramDiffers(**fault, where=f"{path}; {last_good()}", fix=fix)
         fix = f"{fix} wrong, report the program, and train with another layout or version of JAX"
         return f"WARNING: {UserError(**fault, where=str(path), fix=fix)}"

@@ -64,10 +64,10 @@ def check_folder(folder: Path, *, wait: float = _SEEN_AFTER, clock: Callable[[],
     if blind:
         number, path = blind[0]
         raise UserError(
-            "All processes see the run's folder.",
+            "All processes must see the run's folder.",
             seen=f"process {number} does not see in {path} what process 0 writes in {found[0][0]}",
             where="--run-dir",
-            fix="give all of them one folder that they share, by its whole path",
+            fix="use one folder that all of them share, by its absolute path",
         )
 
 
@@ -81,10 +81,10 @@ def check_devices() -> None:
     if len(set(counts.values())) > 1:
         told = ", ".join(f"{count} in process {number}" for number, count in sorted(counts.items()))
         raise UserError(
-            "All processes of a run have as many devices.",
+            "All processes of a run must have the same number of devices.",
             seen=told,
             where="--devices",
-            fix=f"start all with --devices {min(counts.values())}, or with as many accelerators",
+            fix=f"start all with --devices {min(counts.values())}, or with the same number of accelerators",
         )
 
 
@@ -102,10 +102,10 @@ def check_alike(run: Run) -> None:
     for number, other in enumerate(others, 1):
         if other != first:
             raise UserError(
-                "All processes of a run are started with the same options.",
+                "All processes of a run must be started with the same options.",
                 seen=told_apart(first, other, "in process 0", f"in process {number}"),
                 where=f"process {number}",
-                fix="start all with one recipe, the same options and the same versions",
+                fix="start all with the same recipe, options and versions",
             )
 
 
@@ -125,8 +125,8 @@ def check_text(identities: dict[str, dict]) -> None:
         if other != first:
             name = next(name for name in first if other.get(name) != first[name])
             raise UserError(
-                "All processes of a run read the same text.",
-                seen=f"other tokens in process {number} than in process 0" + (f", of {name}" if name else ""),
+                "All processes of a run must read the same tokens.",
+                seen=f"different tokens in process {number} than in process 0" + (f", of {name}" if name else ""),
                 where=f"process {number}",
-                fix="give all of them one store that they share, or copies of it",
+                fix="use one store that all of them share, or copies of it",
             )

@@ -70,7 +70,7 @@ def read_lines(path: Path) -> list[dict]:
         except (ValueError, TypeError, KeyError):
             if number < len(texts):
                 raise UserError(
-                    "Each line of a metrics file is a JSON object with a step.",
+                    "Every line of a metrics file must be a JSON object with a step.",
                     seen=f"{text:.60}",
                     where=f"{path}, line {number}",
                     fix="remove the line",
@@ -146,7 +146,9 @@ def open_trackers(
     known = {"tensorboard": lambda: TensorBoard(folder / "tensorboard", step), "wandb": lambda: WandB(folder, config)}
     for name in names:
         if name not in known:
-            raise UserError("A tracker has a known name.", seen=name, where="trackers", fix=did_you_mean(name, known))
+            raise UserError(
+                "A tracker must have a known name.", seen=name, where="trackers", fix=did_you_mean(name, known)
+            )
     extras = [known[name]() for name in names]
     return [JsonLines(folder / "metrics.jsonl", step), *extras]
 
@@ -158,7 +160,7 @@ def _need(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise UserError(
-            "A tracker that is asked for is installed.",
+            "The package of a tracker must be installed.",
             seen=f"no module `{module}`",
             where="trackers",
             fix=f"pip install 'trellis[{extra}]', or leave the tracker out",

@@ -184,13 +184,13 @@ class Watchdog:
             return  # the step was late, and the run continues
         median = duration(statistics.median(self._paces)) if self._paces else "unknown"
         error = RunStopped(
-            "A step ends within its deadline.",
+            "A step must end within its deadline.",
             seen=f"step {step} after {duration(spent)}, where the median is {median}"
             + (f" and the deadline {duration(deadline)}" if deadline else "")
             + f"; process {self._process} of {self._processes} {self._doing}{found}",
             where=f"{self._last_good()}; Python stacks: {self._folder}",
-            fix="look at the stacks, then run the same command again, which goes on after that checkpoint; raise "
-            "--deadline.factor or --deadline.seconds where steps do take so long",
+            fix="check the stacks, then run the same command again, which continues after that checkpoint; raise "
+            "--deadline.factor or --deadline.seconds if steps do take so long",
         )
         self._noted("stopped", error.rule)
         leave_at_once(error)

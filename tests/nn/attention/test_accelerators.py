@@ -186,6 +186,7 @@ def test_splash_refuses_parts_that_are_not_whole_lanes():
         with pytest.raises(AttentionError) as caught:
             attention(q, k, k, implementation="splash")
     assert str(caught.value) == (
-        "an implementation computes what it is asked, got 'splash': it takes lengths that are multiples of 128, not "
-        "pos=256 in 8 pieces and key_pos=256, in attention(implementation='splash'): use implementation='auto'"
+        "an implementation must support the attention it is asked for, got 'splash': it takes lengths that are "
+        "multiples of 128, not pos=256 in 8 pieces and key_pos=256, in attention(implementation='splash'): use "
+        "implementation='auto'"
     )

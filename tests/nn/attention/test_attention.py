@@ -224,34 +224,34 @@ def refusal(error, call) -> str:
 def test_refusals(arrays):
     q, k, v, _, ids = arrays
     assert refusal(AttentionError, lambda: attention(q, k, v, implementation="fast")) == (
-        "attention has the implementations auto, reference, chunked, cudnn, splash, got 'fast', in attention: "
-        "use one of them"
+        "the implementation of attention must be one of auto, reference, chunked, cudnn, splash, got 'fast', in "
+        "attention: use one of them"
     )
     assert refusal(AttentionError, lambda: attention(q, k[:, :, :, :4], v)) == (
-        "q is 'batch pos heads head_dim', k and v are 'batch key_pos kv_heads head_dim', got shapes (4, 24, 4, 8), "
+        "q must be 'batch pos heads head_dim', k and v 'batch key_pos kv_heads head_dim', got shapes (4, 24, 4, 8), "
         "(4, 24, 2, 4), (4, 24, 2, 8), in attention: reshape or reorder the dimensions"
     )
     assert refusal(AttentionError, lambda: attention(q[:, :, :3], k, v)) == (
-        "each key head serves the same number of query heads, got heads=3, kv_heads=2, in attention: "
-        "make heads a multiple of kv_heads"
+        "each key head must serve the same number of query heads, got heads=3, kv_heads=2, in attention: make heads a "
+        "multiple of kv_heads"
     )
     assert refusal(AttentionError, lambda: attention(q, k, v.astype(jnp.bfloat16))) == (
-        "q, k and v have one dtype, got float32, float32, bfloat16, in attention: cast them to one"
+        "q, k and v must have the same dtype, got float32, float32, bfloat16, in attention: cast them to one"
     )
     assert refusal(AttentionError, lambda: attention(q, k, v, window=0)) == (
-        "a window holds at least the query itself, got window=0, in attention: use 1 or more, or None"
+        "a window must hold at least the query itself, got window=0, in attention: use 1 or more, or None"
     )
     assert refusal(AttentionError, lambda: attention(q, k, v, segment_ids=(ids, ids[:, :3]))) == (
-        "segment_ids are a pair of 'batch pos' and 'batch key_pos', got shapes ((4, 24), (4, 3)) for q (4, 24, 4, 8) "
-        "and k (4, 24, 2, 8), in attention: pass (query_ids, key_ids)"
+        "segment_ids must be a pair of 'batch pos' and 'batch key_pos', got shapes ((4, 24), (4, 3)) for q (4, 24, 4, "
+        "8) and k (4, 24, 2, 8), in attention: pass (query_ids, key_ids)"
     )
     assert refusal(AttentionError, lambda: attention(q, k, v, implementation="cudnn")) == (
-        "an implementation computes what it is asked, got 'cudnn': it takes bfloat16 and float16, not float32, "
-        "in attention(implementation='cudnn'): use implementation='auto'"
+        "an implementation must support the attention it is asked for, got 'cudnn': it takes bfloat16 and float16, "
+        "not float32, in attention(implementation='cudnn'): use implementation='auto'"
     )
     assert refusal(AttentionError, lambda: attention(q, k, v, implementation="splash")) == (
-        "an implementation computes what it is asked, got 'splash': it takes lengths that are multiples of 128, "
-        "not pos=24 and key_pos=24, in attention(implementation='splash'): use implementation='auto'"
+        "an implementation must support the attention it is asked for, got 'splash': it takes lengths that are "
+        "multiples of 128, not pos=24 and key_pos=24, in attention(implementation='splash'): use implementation='auto'"
     )
 
 
@@ -261,24 +261,25 @@ def test_refused_placements(arrays):
     with jax.set_mesh(mesh):
         put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
         assert refusal(PlacementError, lambda: attention(put(q, "data"), put(k, "data", "context"), v)) == (
-            "keys and values are whole along key_pos, or sliced over the mesh axes of pos or the major ones of them, "
-            "got q float32[4@data,24,4,8], k float32[4@data,24@context,2,8], v float32[4,24,2,8], in attention: gather "
+            "keys and values must be whole along key_pos, or sliced over the mesh axes of pos or its major ones, got "
+            "q float32[4@data,24,4,8], k float32[4@data,24@context,2,8], v float32[4,24,2,8], in attention: gather "
             "them first: reshard('... key_pos/x ... -> ... key_pos')"
         )
         assert refusal(PlacementError, lambda: attention(put(q, "data"), put(k, "data"), put(v))) == (
-            "queries, keys and values are sharded alike along batch, keys and values alike, got q "
-            "float32[4@data,24,4,8], k float32[4@data,24,2,8], v float32[4,24,2,8], in attention: reshard one of them"
+            "queries, keys and values must be sharded the same way along batch, keys and values along all dimensions, "
+            "got q float32[4@data,24,4,8], k float32[4@data,24,2,8], v float32[4,24,2,8], in attention: reshard one "
+            "of them"
         )
         assert refusal(PlacementError, lambda: attention(put(q, None, None, None, "data"), put(k), put(v))) == (
-            "head_dim is whole, got q float32[4,24,4,8@data], k float32[4,24,2,8], v float32[4,24,2,8], in attention: "
-            "gather it first, or shard heads instead"
+            "head_dim must be whole, got q float32[4,24,4,8@data], k float32[4,24,2,8], v float32[4,24,2,8], in "
+            "attention: gather it first, or shard heads instead"
         )
         assert refusal(
             PlacementError, lambda: attention(put(q), put(k, None, None, "model"), put(v, None, None, "model"))
         ) == (
-            "kv_heads are sharded as heads are, or less where each device's heads read whole kv heads, got "
-            "q float32[4,24,4,8], k float32[4,24,2@model,8], v float32[4,24,2@model,8], in attention: "
-            "shard kv_heads like heads, or leave both whole"
+            "kv_heads must be sharded like heads, or less if each device's heads read whole kv heads, got q "
+            "float32[4,24,4,8], k float32[4,24,2@model,8], v float32[4,24,2@model,8], in attention: shard kv_heads "
+            "like heads, or leave both whole"
         )
 
 

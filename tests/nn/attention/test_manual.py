@@ -64,11 +64,15 @@ def test_values_and_gradients_are_those_of_one_device(over, heads, kv_heads, opt
 @pytest.mark.parametrize(
     ("over", "options", "words"),
     [
-        ({"pos": "model"}, {}, "a device's queries begin at position 0 of the keys"),
-        ({"pos": "model"}, {"causal": False, "window": 2}, "a device's queries begin at position 0 of the keys"),
-        ({"pos": "model", "key_pos": "model"}, {}, "queries see all keys"),
-        ({"kv_heads": "model"}, {}, "key heads are sliced as the query heads that read them"),
-        ({"head_dim": "model"}, {}, "scores sum over the whole of each head"),
+        ({"pos": "model"}, {}, "'pos' must be whole, since a device's queries begin at position 0 of the keys"),
+        (
+            {"pos": "model"},
+            {"causal": False, "window": 2},
+            "'pos' must be whole, since a device's queries begin at position 0 of the keys",
+        ),
+        ({"pos": "model", "key_pos": "model"}, {}, "'key_pos' must be whole, since queries see all keys"),
+        ({"kv_heads": "model"}, {}, "key heads must be sliced like the query heads that read them"),
+        ({"head_dim": "model"}, {}, "'head_dim' must be whole, since scores sum over it"),
     ],
 )
 def test_what_a_device_cannot_do_by_itself_is_refused(over, options, words):

@@ -178,5 +178,5 @@ def test_gpus_run_cudnn(sunk, widths):
 
 def test_refusals():
     q, k, v, sinks, _, _ = arrays()
-    with pytest.raises(AttentionError, match=r"sinks are one score a head, got shape \(2,\) for heads=4"):
+    with pytest.raises(AttentionError, match=r"sinks must be one score per head, got shape \(2,\) for heads=4"):
         dot_product_attention(q, k, v, sinks=sinks[:2])

@@ -295,15 +295,17 @@ def test_refusals():
                 *(named(jax.device_put(x, NamedSharding(mesh, P())), n) for x, n in ((q, QUERY), (k, KEY), (v, KEY)))
             )
     assert "got 'pos/a/b' with a: exchange, b: ring, in attend: write them in this order" in str(error.value)
-    with pytest.raises(MeshError, match="by gather, ring, exchange, got context 'a: rings' where the mesh has a, b"):
+    with pytest.raises(
+        MeshError, match="one of gather, ring, exchange, got context 'a: rings' where the mesh has a, b"
+    ):
         Layout(mesh, {}, {"pos": "a"}, context={"a": "rings"})
     with jax.set_mesh(mesh):
         q, k, v = (jax.device_put(x[:, :36], NamedSharding(mesh, P(None, "a"))) for x in (q, k, v))
         with pytest.raises(AttentionError) as error:
             dot_product_attention(q, k, v)
     assert str(error.value) == (
-        "positions in slices are cut into two pieces a device, the same for queries and keys, got pos=36 and "
-        "key_pos=36 over a, 8 pieces, in attention: use a length that 8 divides"
+        "positions in slices must divide into two pieces a device, the same for queries and keys, got pos=36 and "
+        "key_pos=36 over a, 8 pieces, in attention: use a length that is divisible by 8"
     )
     q, k, v, *_ = arrays()
     with jax.set_mesh(mesh):
@@ -311,8 +313,11 @@ def test_refusals():
         with pytest.raises(AttentionError) as error:
             dot_product_attention(put(q, None, "a"), put(k[:, :16]), put(v[:, :16]))
         assert str(error.value) == (
-            f"queries that lie in slices of positions are as many as keys, got pos={q.shape[1]} and key_pos=16 over a, "
-            "in attention: exchange positions for heads (the layout's context, exchange), or leave pos whole"
+            f"sliced queries and keys must have the same number of positions, got pos={q.shape[1]} and key_pos=16 "
+            "over a, in attention: exchange positions for heads (the layout's context, exchange), or leave pos whole"
         )
-        with pytest.raises(PlacementError, match="are as many of one as of the other, .*exchange positions for heads"):
+        with pytest.raises(
+            PlacementError,
+            match="sliced queries and keys must have the same number of positions, .*exchange positions for heads",
+        ):
             dot_product_attention(put(q, None, "a"), put(k[:, :16], None, "a"), put(v[:, :16], None, "a"))

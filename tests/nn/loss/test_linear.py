@@ -191,15 +191,15 @@ def refusal(call) -> str:
 def test_refusals(arrays):
     x, unembed, targets, weights = arrays
     assert refusal(lambda: cross_entropy(x, unembed.T, targets)) == (
-        "x is 'batch pos embed', unembed 'embed vocab', targets 'batch pos', got shapes (4, 6, 8), (32, 8), (4, 6), "
-        "in linear_cross_entropy(vocab_first=False): reorder the dimensions, or change vocab_first"
+        "x must be 'batch pos embed', unembed 'embed vocab' and targets 'batch pos', got shapes (4, 6, 8), (32, 8), "
+        "(4, 6), in linear_cross_entropy(vocab_first=False): reorder the dimensions, or change vocab_first"
     )
     assert refusal(lambda: cross_entropy(x, unembed, targets, weights[0])) == (
-        "each token has a weight, got weights of shape (6,) for targets (4, 6), in "
+        "each token needs a weight, got weights of shape (6,) for targets (4, 6), in "
         "linear_cross_entropy(vocab_first=False): pass weights of the targets' shape"
     )
     assert refusal(lambda: cross_entropy(x, unembed, targets, vocab_size=33)) == (
-        "the vocabulary is at most the unembedding's, got vocab_size=33 for 32 columns, in "
+        "the vocabulary must be from 1 to the size of the unembedding, got vocab_size=33 for 32 columns, in "
         "linear_cross_entropy(vocab_first=False): pass the tokenizer's size, or pad the unembedding further"
     )
 
@@ -210,17 +210,17 @@ def test_refused_placements(arrays):
     with jax.set_mesh(mesh):
         put = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
         assert refusal(lambda: cross_entropy(put(x, "data"), put(unembed, "model"), put(targets, "data"))) == (
-            "embed is whole in x and unembed, got x float32[4@data,6,8], unembed float32[8@model,32], "
-            "in linear_cross_entropy: gather it first, with reshard"
+            "embed must be whole in x and unembed, got x float32[4@data,6,8], unembed float32[8@model,32], in "
+            "linear_cross_entropy: gather it first with reshard"
         )
         assert refusal(lambda: cross_entropy(put(x, "data"), put(unembed, None, "data"), put(targets, "data"))) == (
-            "an unembedding that is gathered in chunks is 'vocab embed' (vocab_first), with one dimension sliced, over "
-            "mesh axes of the tokens only, and goes without bias, chunk and tiles of narrow numbers, got x "
-            "float32[4@data,6,8], unembed float32[8,32@data], in linear_cross_entropy: gather it first, with reshard"
+            "an unembedding gathered in chunks must be 'vocab embed' (vocab_first), with one dimension sliced, over "
+            "mesh axes of the tokens only, and without bias, chunk and tiles of narrow numbers, got x "
+            "float32[4@data,6,8], unembed float32[8,32@data], in linear_cross_entropy: gather it first with reshard"
         )
         assert refusal(lambda: cross_entropy(put(x, "data"), put(unembed), put(targets))) == (
-            "targets are sharded as x is, got x float32[4@data,6,8], unembed float32[8,32], in linear_cross_entropy, "
-            "targets sharded ((), ()): reshard them like x"
+            "targets must be sharded like x, got x float32[4@data,6,8], unembed float32[8,32], in "
+            "linear_cross_entropy, targets sharded ((), ()): reshard them like x"
         )
 
 
@@ -266,6 +266,6 @@ def test_refused_biases(arrays):
     with jax.set_mesh(mesh):
         put = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
         with pytest.raises(
-            LossError, match=r"as the vocabulary of the unembedding is, got bias float32\[32\] for vocab over"
+            LossError, match=r"like the vocabulary of the unembedding, got bias float32\[32\] for vocab over"
         ):
             cross_entropy(put(x, "data"), put(unembed, None, "model"), put(targets, "data"), bias=put(jnp.zeros(VOCAB)))

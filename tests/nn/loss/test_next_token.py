@@ -141,14 +141,20 @@ def test_numbers_that_would_lose_their_gradient_are_refused(option):
     targets = named(jnp.zeros((1, 4), jnp.int32), "batch pos")
     loss = lambda number: next_token_loss(*arrays, targets, **{option: number}).total
     assert loss(jnp.float32(0.5)) == loss(0.5)
-    with pytest.raises(NamesError, match=f"{option} is a number that is known while the program is traced, got f32"):
+    with pytest.raises(
+        NamesError, match=f"{option} must be a number that is known while the program is traced, got f32"
+    ):
         jax.grad(loss)(jnp.float32(0.5))
     q, k = named(jnp.ones((1, 4, 2, 8)), "batch pos heads head_dim"), jnp.ones((1, 4, 2, 8))
     k = named(k, "batch key_pos kv_heads head_dim")
-    with pytest.raises(NamesError, match="logit_softcap is a number that is known .*, in attention: pass a number of"):
+    with pytest.raises(
+        NamesError, match="logit_softcap must be a number that is known .*, in attention: pass a Python number"
+    ):
         jax.grad(lambda cap: nn.attend(q, k, k, logit_softcap=cap).sum().array)(jnp.float32(0.5))
     angles = lambda theta: nn.rotary_tables(tr.arange(tr.Axis("pos", 4)), tr.Axis("head_dim", 8), theta)
-    with pytest.raises(NamesError, match="theta is a number that is known .*, in rotary_tables: pass a number of"):
+    with pytest.raises(
+        NamesError, match="theta must be a number that is known .*, in rotary_tables: pass a Python number"
+    ):
         jax.grad(lambda theta: nn.rotate(q, angles(theta)).sum().array)(jnp.float32(1e4))
 
 

@@ -139,8 +139,8 @@ def test_refusals(arrays, place, more):
         cross_entropy(x, table, targets, vocab_first=True, **more)
     shown = "@".join(("80", "data")), ("16@context" if place[1] else "16")
     assert str(caught.value) == (
-        "an unembedding that is gathered in chunks is 'vocab embed' (vocab_first), with one dimension sliced, over "
-        "mesh axes of the tokens only, and goes without bias, chunk and tiles of narrow numbers, got x "
-        f"float32[8@data,4@context,16], unembed float32[{','.join(shown)}], in linear_cross_entropy: gather "
-        "it first, with reshard"
+        "an unembedding gathered in chunks must be 'vocab embed' (vocab_first), with one dimension sliced, over mesh "
+        "axes of the tokens only, and without bias, chunk and tiles of narrow numbers, got x "
+        f"float32[8@data,4@context,16], unembed float32[{','.join(shown)}], in linear_cross_entropy: gather it first "
+        "with reshard"
     )

@@ -148,7 +148,7 @@ def test_what_goes_there_takes_a_quarter_of_float32(way, sizes, there):
 def test_blocks_that_are_cut_are_refused():
     with Layout(make_mesh(jax.devices()[:4], model=4), {}, {"embed": "model"}):
         x, *weights = shard(arrays(), "compute")
-        with pytest.raises(tr.NamesError, match="numbers that share a scale lie on one device, got 4 slices"):
+        with pytest.raises(tr.NamesError, match="numbers that share a scale must be on one device, got 4 slices"):
             mix(x, choose(score(x, weights[0]), CHOICES), *weights[1:], way="dense", dispatch="mxfp8")
 
 

@@ -134,14 +134,14 @@ def test_what_moves():
         (
             gather_experts,
             "y",
-            "Experts are sliced over axes of the mesh.\n  seen:  'y' where the mesh has x\n  where: gather_experts\n"
-            "  fix:   use one of these, or add it to the mesh",
+            "Expert parallelism must use axes of the mesh.\n  seen:  'y' where the mesh has x\n  where: "
+            "gather_experts\n  fix:   use one of these, or add it to the mesh",
         ),
         (
             functools.partial(exchange_experts, ragged=False, slack=0.0),
             "x",
-            "A buffer has room for some rows.\n  seen:  slack=0.0\n  where: exchange_experts\n"
-            "  fix:   use 1 for the rows of an even load, 1.5 for half as many more",
+            "`slack` must be more than 0.\n  seen:  slack=0.0\n  where: exchange_experts\n  fix:   use 1 for room for "
+            "an even load, 1.5 for half as much more",
         ),
     ],
 )
@@ -157,6 +157,6 @@ def test_refused_outside():
     with jax.set_mesh(make_mesh(jax.devices()[:DEVICES], x=DEVICES)), pytest.raises(ExpertsError) as error:
         gather_experts(*tokens("even"), compute, axes=("x",), count=COUNT)
     assert str(error.value) == (
-        "Tokens go to their experts in manual mode.\n  seen:  'x', which is not manual here\n  where: gather_experts\n"
-        "  fix:   call it inside shard_map"
+        "Tokens can be sent to their experts in manual mode only.\n  seen:  'x', which is not manual here\n  where: "
+        "gather_experts\n  fix:   call it inside shard_map"
     )

@@ -117,14 +117,12 @@ def test_refused():
     with pytest.raises(ExpertsError) as error:
         check_way("hierarchical", Places(batch=("expert",), experts=("expert",)), "cuda")
     assert str(error.value) == (
-        "A hierarchical exchange needs experts over two mesh axes or more, the slowest first.\n"
-        "  seen:  hierarchical: experts/expert\n"
-        "  where: model.routing.way\n"
-        "  fix:   use ragged or auto, or set mesh.expert_y to the hosts that experts are sliced over and mesh.expert "
-        "to the devices of one"
+        "A hierarchical exchange needs experts sliced over two mesh axes or more, the slowest first.\n  seen:  "
+        "hierarchical: experts/expert\n  where: model.routing.way\n  fix:   use ragged or auto, or set mesh.expert_y "
+        "to the number of hosts that experts are sliced over and mesh.expert to the number of devices on each"
     )
     with pytest.raises(ExpertsError, match="that slice both experts and tokens"):
         check_way("hierarchical", Places(batch=("expert",), experts=("expert_y", "expert")), "cuda")
     mesh = make_mesh(jax.devices()[:4], x=2, y=2)
-    with jax.set_mesh(mesh), pytest.raises(ExpertsError, match="A buffer has room"):
+    with jax.set_mesh(mesh), pytest.raises(ExpertsError, match="`slack` must be more than 0"):
         jax.eval_shape(program(mesh, ragged=True, slack=0.0), *put(given("random", 4), mesh))

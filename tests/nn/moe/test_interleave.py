@@ -165,8 +165,6 @@ def test_refused():
     with pytest.raises(UserError) as error:
         Routing(interleave=0)
     assert str(error.value) == (
-        "Sequences go through a layer in one part or more.\n"
-        "  seen:  interleave=0\n"
-        "  where: model.routing.interleave\n"
-        "  fix:   use 1 for all together, 2 to exchange one half while the other is computed"
+        "`interleave` must be 1 or more.\n  seen:  interleave=0\n  where: model.routing.interleave\n  fix:   use 1 "
+        "for all sequences together, 2 to exchange one half while the other is computed"
     )

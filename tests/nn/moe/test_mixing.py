@@ -300,20 +300,17 @@ def test_refused():
         with pytest.raises(ExpertsError) as error:
             jax.eval_shape(functools.partial(loss, dict(way="ragged")), *given)
     assert str(error.value) == (
-        "A ragged exchange needs a backend that has one.\n"
-        "  seen:  way='ragged' on cpu\n"
-        "  where: model.routing.way\n"
-        "  fix:   use slots or auto here; tpu and cuda have it"
+        "A ragged exchange needs a backend that supports it.\n  seen:  way='ragged' on cpu\n  where: "
+        "model.routing.way\n  fix:   use slots or auto here; tpu and cuda support it"
     )
     mesh, params, compute = LAYOUTS["over model"]
     with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
         with pytest.raises(ExpertsError) as error:
             jax.eval_shape(functools.partial(loss, dict(way="slots")), shard(x, "compute"), *shard(weights, "params"))
     assert str(error.value) == (
-        "Tokens are exchanged along mesh axes that slice both experts and tokens.\n"
-        "  seen:  slots: experts/model, tokens/data\n"
-        "  where: model.routing.way\n"
-        "  fix:   use gather or auto, or slice the batch over these axes too"
+        "Tokens can be exchanged only along mesh axes that slice both experts and tokens.\n  seen:  slots: "
+        "experts/model, tokens/data\n  where: model.routing.way\n  fix:   use gather or auto, or slice the batch over "
+        "these axes too"
     )
 
 
@@ -336,9 +333,7 @@ def test_a_map_over_mixtures_is_refused():
                 jax.eval_shape(vmap(each, "members"), *many)
             assert jax.eval_shape(loop(each, "members"), *many).names == ("members", "batch", "pos", "embed")
     assert str(error.value) == (
-        "A mixture is mapped over nothing on a mesh, neither by vmap nor by a fold over layers that are a pipeline.\n"
-        "  seen:  the way grouped\n"
-        "  where: model.routing.way\n"
-        "  fix:   use the way dense, or tr.map in place of vmap, or take the layers out of the layout's compute; the "
-        "trainer makes pipelines of mixtures"
+        "A mixture of experts on a mesh cannot be mapped, either by vmap or by a fold over layers in a pipeline.\n  "
+        "seen:  the way grouped\n  where: model.routing.way\n  fix:   use the dense way, or tr.map instead of vmap, "
+        "or remove the layers from the layout's compute (the trainer can run mixtures in a pipeline)"
     )

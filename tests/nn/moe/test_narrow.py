@@ -76,5 +76,5 @@ def test_the_same_on_every_layout(kind, name):
 
 
 def test_tiles_are_refused():
-    with pytest.raises(tr.NamesError, match="experts' products are narrow in fp8 or int8, got 'mxfp8'"):
+    with pytest.raises(tr.NamesError, match="narrow products of experts must be in fp8 or int8, got 'mxfp8'"):
         loss_of("mxfp8", "grouped")(*arrays())

@@ -164,15 +164,14 @@ def test_parts_of_a_batch_add_up():
     [
         (
             6,
-            "A token goes to different experts.\n  seen:  6 of 5 experts\n  where: choose\n  fix:   use 5 at most",
+            "A token cannot go to more experts than it can reach.\n  seen:  6 of 5 experts\n  where: choose\n  fix:   "
+            "use 5 at most",
         ),
         (
             1,
-            "The weights of a token's experts add up to 1: of a single one it is always 1, and its router learns "
-            "nothing from the loss.\n"
-            "  seen:  1 of 5 experts\n"
-            "  where: choose\n"
-            "  fix:   use 2 or more, or --model.routing.normalize false",
+            "Normalized weights need two experts per token or more: a single weight is always 1, and the router "
+            "learns nothing from the loss.\n  seen:  1 of 5 experts\n  where: choose\n  fix:   use 2 or more, or "
+            "--model.routing.normalize false",
         ),
     ],
 )
@@ -193,52 +192,52 @@ SIZES = dict(
     [
         (
             lambda: MixtralConfig(**SIZES | {"experts_per_token": 5}),
-            "A token goes to different experts.\n  seen:  5 of 4 experts\n  where: model.experts_per_token\n"
-            "  fix:   use 4 at most",
+            "A token cannot go to more experts than it can reach.\n  seen:  5 of 4 experts\n  where: "
+            "model.experts_per_token\n  fix:   use 4 at most",
         ),
         (
             lambda: MixtralConfig(**SIZES | {"experts": 0}),
-            "A model's sizes are positive.\n  seen:  experts=0\n  where: model.experts\n  fix:   use 1 or more",
+            "A model's sizes must be positive.\n  seen:  experts=0\n  where: model.experts\n  fix:   use 1 or more",
         ),
         (
             lambda: MixtralConfig(**SIZES | {"routing": Routing(groups=3)}),
-            "Groups have as many experts each.\n  seen:  4 experts in 3 groups\n  where: model.experts_per_token\n"
-            "  fix:   use a number of groups that divides the experts",
+            "All groups must have the same number of experts.\n  seen:  4 experts in 3 groups\n  where: "
+            "model.experts_per_token\n  fix:   use a number of groups that divides the number of experts",
         ),
         (
             lambda: MixtralConfig(**SIZES | {"experts_per_token": 3, "routing": Routing(groups=2)}),
-            "A token goes to different experts.\n  seen:  3 of 2 experts, those of 1 of 2 groups\n"
-            "  where: model.experts_per_token\n  fix:   use 2 at most",
+            "A token cannot go to more experts than it can reach.\n  seen:  3 of 2 experts, those of 1 of 2 groups\n  "
+            "where: model.experts_per_token\n  fix:   use 2 at most",
         ),
         (
             lambda: Routing(groups=0),
-            "Experts are in one group or more.\n  seen:  groups=0\n  where: model.routing.groups\n"
-            "  fix:   use 1 to leave groups out",
+            "`groups` must be 1 or more.\n  seen:  groups=0\n  where: model.routing.groups\n  fix:   use 1 for no "
+            "groups",
         ),
         (
             lambda: Routing(groups=2, groups_per_token=3),
-            "A token's experts come from some of their groups.\n  seen:  groups_per_token=3, groups=2\n"
-            "  where: model.routing.groups_per_token\n  fix:   use 1 to 2",
+            "`groups_per_token` must be from 1 to the number of groups.\n  seen:  groups_per_token=3, groups=2\n  "
+            "where: model.routing.groups_per_token\n  fix:   use 1 to 2",
         ),
         (
             lambda: Routing(scores="sigmoid", z_loss=0.1),
-            "The z-loss is of a softmax's denominator, which sigmoids do not have.\n"
-            "  seen:  z_loss=0.1, scores=sigmoid\n  where: model.routing.z_loss\n  fix:   use 0",
+            "The z-loss needs softmax scores, since sigmoids have no denominator.\n  seen:  z_loss=0.1, "
+            "scores=sigmoid\n  where: model.routing.z_loss\n  fix:   use 0",
         ),
         (
             lambda: Routing(scale=0.0),
-            "`scale` is more than 0.\n  seen:  scale=0.0\n  where: model.routing.scale\n"
-            "  fix:   use 1, or what an imported model has",
+            "`scale` must be more than 0.\n  seen:  scale=0.0\n  where: model.routing.scale\n  fix:   use 1, or the "
+            "scale of the imported model",
         ),
         (
             lambda: Routing(balance=-1.0),
-            "`balance` is 0 or more.\n  seen:  balance=-1.0\n  where: model.routing.balance\n"
+            "`balance` must be 0 or more.\n  seen:  balance=-1.0\n  where: model.routing.balance\n"
             "  fix:   use 0 to leave it out",
         ),
         (
             lambda: Routing(capacity=0.0),
-            "`capacity` is more than 0, and at most 1000.\n  seen:  capacity=0.0\n  where: model.routing.capacity\n"
-            "  fix:   use 1.25 for a quarter more than an even load, or leave it out",
+            "`capacity` must be more than 0, and at most 1000.\n  seen:  capacity=0.0\n"
+            "  where: model.routing.capacity\n  fix:   use 1.25 for a quarter more than an even load, or leave it out",
         ),
     ],
 )

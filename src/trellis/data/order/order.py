@@ -29,7 +29,7 @@ class Shuffle:
     def __post_init__(self):
         if (self.block is not None and self.block < 1) or self.window < 1:
             raise UserError(
-                "A shuffle has blocks of at least one row and windows of at least one block.",
+                "A shuffle needs blocks of at least one row, and windows of at least one block.",
                 seen=f"block={self.block}, window={self.window}",
                 where="Shuffle",
                 fix="use 1 or more",

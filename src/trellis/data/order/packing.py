@@ -139,14 +139,14 @@ def open_rows(store: TokenStore, sequence_length: int, packing: str) -> ChunkRow
     """The rows of a store under one of `PACKINGS`."""
     if packing not in PACKINGS:
         raise UserError(
-            "A packing is one that Trellis knows.",
+            "The packing must be one that Trellis knows.",
             seen=packing,
             where="packing",
             fix="use one of " + ", ".join(PACKINGS),
         )
     if store.complete and not store.num_tokens:
         raise UserError(
-            "A corpus has at least one document.",
+            "A corpus must have at least one document.",
             seen="0 tokens",
             where=store.url,
             fix="give a store with tokens in it",

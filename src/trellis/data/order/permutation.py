@@ -53,7 +53,7 @@ class Permutation:
 
     def __init__(self, n: int, key: int):
         if n < 1:
-            raise ValueError(f"a permutation has at least one element, not {n}")
+            raise ValueError(f"a permutation must have at least one element, not {n}")
         self.n = n
         width = int(np.ceil(np.sqrt(n)))
         while width * width < n:

@@ -33,7 +33,7 @@ class BinStore(TokenStore):
         values = self._stream[start:stop]
         if values.size and int(values.max()) >= self.vocab_size:
             raise UserError(
-                "Every id of a .bin file is in its vocabulary.",
+                "Every id in a .bin file must be in its vocabulary.",
                 seen=f"id {int(values.max())} in a vocabulary of {self.vocab_size:,}",
                 where=f"{self.url}, tokens {start:,} to {stop:,}",
                 fix="open it with BinStore(path, vocab_size=..., end_of_document=...)",
@@ -104,7 +104,7 @@ class MegatronStore(OffsetStore):
 
     def _broken(self, seen):
         return UserError(
-            "A Megatron .bin has an .idx of version 1 that fits it.",
+            "A Megatron .bin needs a matching .idx file of version 1.",
             seen=seen,
             where=self.url,
             fix="copy both files again",
@@ -113,9 +113,11 @@ class MegatronStore(OffsetStore):
 
 def _map(path, dtype):
     if not os.path.exists(path):
-        raise UserError("A token store exists.", seen="no such file", where=path, fix="check the path")
+        raise UserError("The token store must exist.", seen="no such file", where=path, fix="check the path")
     if not os.path.getsize(path):
-        raise UserError("A corpus has at least one document.", seen="0 bytes", where=path, fix="give another file")
+        raise UserError(
+            "A corpus must have at least one document.", seen="0 bytes", where=path, fix="give another file"
+        )
     return np.memmap(path, dtype, mode="r")
 
 
@@ -125,7 +127,7 @@ def write_bin(store: TokenStore, path: str, *, index: bool) -> None:
     The type is u16 if the vocabulary fits, else i32 (Megatron) or u32.
     """
     if not path.endswith(".bin"):
-        raise UserError("A .bin file is called so.", seen=path, where="OUT", fix=f"write to {path}.bin")
+        raise UserError("The name of a .bin file must end in .bin.", seen=path, where="OUT", fix=f"write to {path}.bin")
     wide = (np.int32, 4) if index else (np.uint32, None)
     dtype, code = (np.uint16, 8) if store.vocab_size <= 2**16 else wide
     with open(path + ".part", "wb") as file:

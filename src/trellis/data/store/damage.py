@@ -52,10 +52,10 @@ def _not_rising(store, array, index):
     first, last = index * array.chunk, min((index + 1) * array.chunk, array.length)
     values = array.read(max(first - 1, 0), last).astype(np.int64)
     if (np.diff(values) < 0).any() or (index == 0 and values[0] != 0):
-        return "not a rising sequence from 0"
+        return "not an increasing sequence from 0"
     expected = store.num_tokens if array.name == "offsets" else store.num_documents
     if store.complete and last == array.length and int(values[-1]) != expected:
-        return f"ends at {int(values[-1]):,} where {expected:,} belongs"
+        return f"ends at {int(values[-1]):,} instead of {expected:,}"
     return None
 
 

@@ -54,8 +54,8 @@ def check_identities(before: Mapping[str, Mapping], now: Mapping[str, Mapping], 
         if differ:
             counts = [f"{each['tokens']:,} tokens" for each in (before[name], now[name]) if "tokens" in each]
             raise UserError(
-                "A run goes on with the text that it began with.",
+                "A resumed run must read the same tokens as before.",
                 seen="other tokens" + (f": {counts[0]} before, {counts[1]} now" if len(counts) == 2 else ""),
                 where=urls[name],
-                fix="put the store back that the run began with, or start a new run: --run-dir DIR",
+                fix="restore the store that the run began with, or start a new run with --run-dir DIR",
             )

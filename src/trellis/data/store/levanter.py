@@ -29,7 +29,7 @@ class LevanterStore(OffsetStore):
             ledger = json.loads(folder.read("shard_ledger.json"))
             if not ledger.get("is_finished", True):
                 raise UserError(
-                    "A cache is finished before it is used.",
+                    "A Levanter cache must be finished before it is read.",
                     seen=f"{ledger.get('total_num_rows')} documents so far",
                     where=url,
                     fix="let Levanter finish it",
@@ -63,7 +63,12 @@ def write_levanter(store: TokenStore, path: str) -> None:
 
     folder = open_folder(path)
     if folder.exists("shard_ledger.json"):
-        raise UserError("A cache is written once.", seen="a shard_ledger.json", where=path, fix="write elsewhere")
+        raise UserError(
+            "The output folder cannot already contain a Levanter cache.",
+            seen="a shard_ledger.json",
+            where=path,
+            fix="write to another folder",
+        )
 
     def create(name, dtype):
         return zarr.create_array(

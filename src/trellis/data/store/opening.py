@@ -45,7 +45,7 @@ def _foreign(url: str) -> TokenStore | None:
     for split in ("train", "validation"):
         if folder.exists(f"{split}/zarr.json") or folder.exists(f"{split}/.zgroup"):
             raise UserError(
-                "A store is one split of a dataset.",
+                "The path must lead to one split of a dataset.",
                 seen=f"a folder with a {split} in it",
                 where=url,
                 fix=f"give {url.rstrip('/')}/{split}",
@@ -72,7 +72,7 @@ def convert(store: TokenStore, out: str, *, to: str, split: str = "train") -> No
             write_levanter(store, out)
         case _:
             raise UserError(
-                "A store is converted to a format that Trellis writes.",
+                "A store can be converted only to a format that Trellis writes.",
                 seen=to,
                 where="--to",
                 fix="use seqax, nanogpt, megatron or levanter",

@@ -32,7 +32,7 @@ class FlatTokens(TokenStore):
             self.vocab_size = int(group.attrs["max_token_id"]) + 1
         except KeyError as error:
             raise UserError(
-                "A flat-tokens array has encoded_tokens, seq_starts and max_token_id.",
+                "A flat-tokens array must have encoded_tokens, seq_starts and max_token_id.",
                 seen=f"no {error.args[0]}",
                 where=url,
                 fix="write it again with the tool that made it",
@@ -83,7 +83,10 @@ def write_flat_tokens(store: TokenStore, path: str, *, split: str) -> None:
 
     if split not in ("train", "validation"):
         raise UserError(
-            "A flat-tokens dataset has two splits.", seen=split, where="--split", fix="use train or validation"
+            "The split of a flat-tokens dataset must be train or validation.",
+            seen=split,
+            where="--split",
+            fix="use train or validation",
         )
     drop = 1 if isinstance(store, Store) else 0  # leaves out the end of each document
     blosc = numcodecs.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.Blosc.BITSHUFFLE)
@@ -92,7 +95,10 @@ def write_flat_tokens(store: TokenStore, path: str, *, split: str) -> None:
         root = zarr.open_group(path, mode="a", zarr_format=2)
         if split in root:
             raise UserError(
-                "A split is written once.", seen=f"{split} exists", where=path, fix="delete it, or write elsewhere"
+                "The output cannot already contain this split.",
+                seen=f"{split} exists",
+                where=path,
+                fix="delete it, or write to another folder",
             )
         group = root.create_group(split)
         total = store.num_tokens - drop * store.num_documents

@@ -46,10 +46,10 @@ class Store(TokenStore):
         self.refresh()
         if not self.complete and not growing:
             raise UserError(
-                "A store is complete before it is used.",
+                "A store must be complete before it is read.",
                 seen=f"{self.num_tokens:,} tokens of {self.num_documents:,} documents so far",
                 where=self.url,
-                fix="run the same `trellis tokenize` command again; it continues where it was (or open it "
+                fix="run the same `trellis tokenize` command again; it continues where it left off (or open it "
                 "with growing=True to train while it is written)",
             )
 
@@ -58,17 +58,17 @@ class Store(TokenStore):
         about = metadata.get("attributes", {}).get("trellis")
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise UserError(
-                "A token store is a Zarr group whose attributes name its format.",
+                "A token store must be a Zarr group whose attributes name its format.",
                 seen=f"attributes {sorted(metadata.get('attributes', {}))}",
                 where=self.url,
-                fix="give the path that `trellis tokenize --out` was given",
+                fix="use the path that `trellis tokenize --out` was given",
             )
         if about["version"] != VERSION:
             raise UserError(
-                f"This version of Trellis reads version {VERSION} of the store format.",
+                f"This version of Trellis can read only version {VERSION} of the store format.",
                 seen=f"version {about['version']}",
                 where=self.url,
-                fix="use the Trellis that wrote it, or tokenize again",
+                fix="use the version of Trellis that wrote it, or tokenize again",
             )
         self.about = about
         self.complete = about["complete"]
@@ -139,7 +139,7 @@ class Store(TokenStore):
                 serialized = self._folder.read("tokenizer.json").decode()
             except FileNotFoundError as error:
                 raise UserError(
-                    "A store holds the tokenizer that made it.",
+                    "A store must contain its tokenizer.",
                     seen="no tokenizer.json",
                     where=self.url,
                     fix="copy the store again, or tokenize again",
@@ -151,7 +151,7 @@ class Store(TokenStore):
             )
             if self._tokenizer.sha256 != self.about["tokenizer"]["sha256"]:
                 raise UserError(
-                    "A store's tokenizer is the one that made its tokens.",
+                    "A store's tokenizer must be the one that made its tokens.",
                     seen=f"sha256 {self._tokenizer.sha256[:16]}, recorded {self.about['tokenizer']['sha256'][:16]}",
                     where=f"{self.url}/tokenizer.json",
                     fix="copy the store again, or tokenize again",

@@ -61,9 +61,9 @@ class TokenStore:
         """The tokenizer that made the tokens."""
         raise UserError(
             "Decoding needs the store's tokenizer.",
-            seen="this format holds none",
+            seen="this format stores none",
             where=self.url,
-            fix="convert it with `trellis tokenize`, or decode with a tokenizer of your own",
+            fix="make the store with `trellis tokenize`, or decode with your own tokenizer",
         )
 
     def refresh(self) -> None:
@@ -99,10 +99,10 @@ class TokenStore:
                 seen, since = self.num_tokens, time.monotonic()
             elif not self.complete and time.monotonic() - since > timeout:
                 raise UserError(
-                    "A store that is read while it is written keeps growing.",
+                    "A store that is read while it is written must keep growing.",
                     seen=f"{seen:,} tokens for {timeout:g} s, {num_tokens:,} needed",
                     where=self.url,
-                    fix="run the `trellis tokenize` command again; it continues where it was",
+                    fix="run the `trellis tokenize` command again; it continues where it left off",
                 )
             elif not self.complete and self.num_tokens < num_tokens:
                 time.sleep(poll)
@@ -112,7 +112,7 @@ def check_vocabulary(store: TokenStore, vocab_size: int) -> None:
     """Refuses a model of `vocab_size` ids if the store has more."""
     if store.vocab_size > vocab_size:
         raise UserError(
-            "A model has a row of its embedding for every token id.",
+            "The model's vocabulary must include every token id of the store.",
             seen=f"{store.vocab_size:,} ids in the store, {vocab_size:,} in the model",
             where=store.url,
             fix=f"use --model.vocab {store.vocab_size} or more",
@@ -123,7 +123,7 @@ def check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
     """Refuses a store that another tokenizer made."""
     if store.tokenizer().sha256 != tokenizer.sha256:
         raise UserError(
-            "A run's data and its model use one tokenizer.",
+            "A run's data and its model must use the same tokenizer.",
             seen=f"sha256 {store.tokenizer().sha256[:16]} in the store, {tokenizer.sha256[:16]} expected",
             where=store.url,
             fix="tokenize the corpus with the model's tokenizer",

@@ -48,32 +48,32 @@ class StoreWriter:
         about = read_metadata(folder, "zarr.json").get("attributes", {}).get("trellis")
         if not isinstance(about, dict) or about.get("format") != FORMAT or about.get("version") != VERSION:
             raise UserError(
-                "A store is written to a new folder.",
+                "The output folder of a new store must be empty or not exist yet.",
                 seen="a Zarr group that is not a store of this version",
                 where=folder.url,
                 fix="choose another --out",
             )
         if about["recipe"] != recipe:
             raise UserError(
-                "A store is continued with the inputs and options it was begun with.",
+                "A store can be continued only with the inputs and options that it was begun with.",
                 seen=f"recipe {about['recipe'][:12]} stored, {recipe[:12]} now",
                 where=folder.url,
-                fix="give the same files and options, choose another --out, or start over with --restart",
+                fix="use the same files and options, choose another --out, or start over with --restart",
             )
         if about["skipped"] and on_error == "fail":
             raise UserError(
-                "Every document can be read.",
+                "Every document must be readable.",
                 seen=f"{about['skipped']} skipped earlier: {about['skipped_examples'][0]}",
                 where=folder.url,
-                fix="give --on-error skip, or mend the documents and give --restart",
+                fix="use --on-error skip, or fix the documents and use --restart",
             )
         if about["complete"]:
             writer.finished = True
             return writer
         if about["writing"]["stamps"] != stamps:
             raise UserError(
-                "The inputs of an unfinished store stay as they were.",
-                seen="an input changed since",
+                "The inputs of an unfinished store cannot change.",
+                seen="an input has changed since",
                 where=folder.url,
                 fix="start over with --restart",
             )
@@ -171,7 +171,7 @@ class StoreWriter:
         if not self._counts["num_documents"]:
             names = ", ".join(file["name"] for file in self._source_files[:3])
             raise UserError(
-                "A corpus has at least one document.",
+                "A corpus must have at least one document.",
                 seen=f"none with text in it ({self._counts['filtered']} filtered, {self._counts['skipped']} skipped)",
                 where=names,
                 fix="check the files, the name of the text field and the filter",
@@ -222,7 +222,7 @@ def writer_lock(folder: Folder, *, wait: bool = False):
             file = open(path, "w")
         except OSError as error:
             raise UserError(
-                "The folder of a store can be written.",
+                "The folder of a store must be writable.",
                 seen=error.strerror,
                 where=folder.url,
                 fix="check the path and its permissions",
@@ -232,8 +232,8 @@ def writer_lock(folder: Folder, *, wait: bool = False):
         except BlockingIOError as error:
             file.close()
             raise UserError(
-                "One process at a time writes a store.",
-                seen="another one is writing it",
+                "Only one process at a time can write a store.",
+                seen="another process is writing it",
                 where=folder.url,
                 fix="wait for it, or stop it",
             ) from error
@@ -251,11 +251,13 @@ def _refuse_strangers(folder):
     if folder.remote or not os.path.exists(folder.url):
         return
     if not os.path.isdir(folder.url):
-        raise UserError("A store is a folder.", seen="a file", where=folder.url, fix="choose another --out")
+        raise UserError(
+            "The output path of a store must be a folder.", seen="a file", where=folder.url, fix="choose another --out"
+        )
     strangers = sorted(set(os.listdir(folder.url)) - set(_KNOWN) - {f".{name}.part" for name in _KNOWN})
     if strangers:
         raise UserError(
-            "A store is written to a new or empty folder.",
+            "The output folder of a new store must be empty or not exist yet.",
             seen=", ".join(strangers[:5]),
             where=folder.url,
             fix="choose another --out",

@@ -65,19 +65,19 @@ def read_metadata(folder: Folder, name: str) -> dict:
     except (FileNotFoundError, NotADirectoryError) as error:
         there = folder.remote or os.path.isdir(folder.url)
         texts = there and not folder.remote and bool(os.listdir(folder.url))
-        fix = f"; text is tokenized first: trellis tokenize {folder.url} --out stores/mine --train-bpe 512"
+        fix = f"; to make one from text: trellis tokenize {folder.url} --out stores/mine --train-bpe 512"
         raise UserError(
-            "A token store is a Zarr group.",
+            "A token store must be a Zarr group.",
             seen="no zarr.json" if there else "no such folder",
             where=folder.url,
-            fix="give the path that `trellis tokenize --out` was given" + (fix if texts else ""),
+            fix="use the path that `trellis tokenize --out` was given" + (fix if texts else ""),
         ) from error
     except ValueError as error:
         raise UserError(
-            "The metadata of a token store is JSON.",
+            "The metadata of a token store must be valid JSON.",
             seen=error,
             where=f"{folder.url}/{name}",
-            fix="the file is damaged: copy the store again, or tokenize again",
+            fix="copy the store again, or tokenize again: the file is damaged",
         ) from error
 
 
@@ -161,7 +161,7 @@ class ArrayReader:
         data = self._fetch(index)
         expected = self.chunk * self._stored.itemsize + 4
         if len(data) != expected:
-            raise self._damaged(index, f"{len(data):,} bytes where {expected:,} belong")
+            raise self._damaged(index, f"{len(data):,} bytes instead of {expected:,}")
         stored, found = int.from_bytes(data[-4:], "little"), crc32c(data[:-4])
         if stored != found:
             raise self._damaged(index, f"CRC-32C {found:08x}, stored {stored:08x}")
@@ -225,7 +225,7 @@ class DamagedChunk(UserError):
     def __init__(self, where: str, seen: str, array: str, index: int):
         self.array, self.index = array, index
         super().__init__(
-            "A chunk of a token store matches its size and checksum.",
+            "A chunk of a token store must match its size and checksum.",
             seen=seen,
             where=where,
             fix="`trellis data verify STORE` names the documents; copy the chunk again, or delete the "

@@ -111,10 +111,10 @@ def json_array(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
         value = json.loads(data)
     except ValueError as error:
         raise UserError(
-            "A .json file holds one array of objects, one object, or an object a line.",
+            "A .json file must contain one array of objects, one object, or an object on each line.",
             seen=error,
             where=url,
-            fix="mend the file, or name it .jsonl if it has an object a line",
+            fix="fix the file, or name it .jsonl if it has an object on each line",
         ) from error
     records = value if isinstance(value, list) else [value]
     yield from in_blocks(records[start[0] :], name, start[0], lambda: raw)
@@ -159,7 +159,7 @@ def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
                 columns = rows.fieldnames or ()
                 if twice := [column for column, count in collections.Counter(columns).items() if count > 1]:
                     raise UserError(
-                        "A CSV file's columns have names of their own.",
+                        "A CSV file cannot have two columns of the same name.",
                         seen=f"{twice[0]!r} twice",
                         where=f"{name}, line 1",
                         fix="rename one of them",
@@ -169,17 +169,17 @@ def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
                         yield row
             except UnicodeDecodeError as error:
                 raise UserError(
-                    "A CSV file is UTF-8.",
+                    "A CSV file must be UTF-8.",
                     seen=f"byte {error.object[error.start]:#04x}",
                     where=f"{name}, after line {rows.line_num}",
                     fix="convert the file to UTF-8",
                 ) from error
             except csv.Error as error:
                 raise UserError(
-                    "A CSV file is well formed: a quote that opens is closed, where the field ends.",
+                    "A CSV file must be well formed: every quoted field must end with a closing quote.",
                     seen=error,
                     where=f"{name}, line {rows.line_num}",
-                    fix="close the quote; one that is part of a text is written twice, in a field between quotes",
+                    fix="close the quote; write a quote inside a quoted field twice",
                 ) from error
 
         yield from in_blocks(records(), name, start[0], lambda: stream.raw_position)
@@ -216,10 +216,10 @@ def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
                         record[suffix] = data.decode() if suffix in ("txt", "text", "md") else data
                 except (ValueError, TypeError) as error:
                     raise UserError(
-                        "A member of a tar of texts is UTF-8, or JSON if it is called so.",
+                        "The text files in a tar archive must be UTF-8, and its .json files valid JSON.",
                         seen=error,
                         where=f"{name}, member {member.name}",
-                        fix="mend the archive",
+                        fix="fix the archive",
                     ) from error
         if record:
             yield record
@@ -232,10 +232,10 @@ def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
             yield from in_blocks(numbered, name, start[0], lambda: stream.raw_position)
         except tarfile.ReadError as error:
             raise UserError(
-                "A .tar file is a whole tar archive.",
+                "A .tar file must be a complete tar archive.",
                 seen=error,
                 where=url,
-                fix="fetch the file again, or leave it out",
+                fix="download the file again, or leave it out",
             ) from error
 
 
@@ -330,8 +330,8 @@ class _arrow_errors:
     def __exit__(self, kind, error, _):
         if kind is not None and (kind.__module__ or "").startswith("pyarrow"):
             raise UserError(
-                "A Parquet or Arrow file is whole.",
+                "A Parquet or Arrow file must be complete.",
                 seen=str(error).splitlines()[0],
                 where=self._url,
-                fix="fetch the file again, or leave it out",
+                fix="download the file again, or leave it out",
             ) from error

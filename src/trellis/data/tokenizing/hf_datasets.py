@@ -65,7 +65,7 @@ def dataset_source(spec: str, *, field: str | None = None) -> DatasetSource:
         import datasets
     except ImportError as error:
         raise UserError(
-            "Hugging Face datasets need the package datasets.",
+            "Reading Hugging Face datasets needs the package datasets.",
             seen=error,
             where=f"dataset:{spec}",
             fix="pip install 'trellis[hf]'",
@@ -78,8 +78,8 @@ def dataset_source(spec: str, *, field: str | None = None) -> DatasetSource:
             splits: list[str] = sorted(map(str, stored)) if several else named
             if split not in splits and (several or "@" in spec):
                 raise UserError(
-                    "A split is one that the dataset has.",
-                    seen=f"{split}, where it has {', '.join(splits) or 'one without a name'}",
+                    "The dataset must have the requested split.",
+                    seen=f"{split}, but it has {', '.join(splits) or 'one without a name'}",
                     where=f"dataset:{spec}",
                     fix=f"use dataset:{'@'.join((name, *splits[:1]))}",
                 )
@@ -91,7 +91,7 @@ def dataset_source(spec: str, *, field: str | None = None) -> DatasetSource:
         raise
     except Exception as error:
         raise UserError(
-            "A dataset is a folder of save_to_disk or a dataset of the Hugging Face hub.",
+            "A dataset must be a folder written by save_to_disk or a dataset on the Hugging Face hub.",
             seen=f"{type(error).__name__}: {error}",
             where=f"dataset:{spec}",
             fix="check the name, the split and the network",

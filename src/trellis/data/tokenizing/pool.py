@@ -121,10 +121,10 @@ class _Process:
             self._log.seek(0)
             tail = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
             raise UserError(
-                "Every tokenizing worker stays alive.",
+                "A tokenizing worker must not die.",
                 seen=f"a worker ended with code {code}" + (f": {tail[0]}" if tail else ""),
                 where="trellis tokenize",
-                fix="if memory ran out, use fewer --workers; run the same command again, it continues where it was",
+                fix="if memory ran out, use fewer --workers, then run the same command; it continues where it left off",
             ) from error
         if isinstance(answer, Exception):
             raise answer

@@ -63,10 +63,10 @@ class RayPool:
             raise error.cause from error
         except self._ray.exceptions.RayActorError as error:
             raise UserError(
-                "Every tokenizing worker stays alive.",
+                "A tokenizing worker must not die.",
                 seen=str(error).splitlines()[0],
                 where="--workers ray",
-                fix="look at the cluster, then run the same command again; it continues where it was",
+                fix="check the cluster, then run the same command again; it continues where it left off",
             ) from error
 
     def close(self) -> None:
@@ -90,7 +90,9 @@ class _RayEncoder:
     def __init__(self, alone: str, job: bytes):
         found = importlib.util.find_spec("trellis")
         if found is None or not found.submodule_search_locations:
-            raise ModuleNotFoundError("Trellis is installed on every machine of the cluster; on this one it is not.")
+            raise ModuleNotFoundError(
+                "Trellis must be installed on every machine of the cluster, and is not on this one."
+            )
         exec(alone, {"package": found.submodule_search_locations[0]})
         from trellis.data.tokenizing.worker import Encoder
 

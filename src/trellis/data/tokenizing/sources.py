@@ -46,14 +46,14 @@ class FileSource:
     def __post_init__(self):
         if self.format is not None and self.format not in FORMATS:
             raise UserError(
-                "A format is one that Trellis reads.",
+                "The format must be one that Trellis reads.",
                 seen=self.format,
                 where="--format",
                 fix="use one of " + ", ".join(FORMATS),
             )
         if self.separator == "":
             raise UserError(
-                "A separator of documents is not empty.",
+                "The separator cannot be empty.",
                 seen="''",
                 where="--separator",
                 fix="leave it out to make each file one document",
@@ -61,7 +61,7 @@ class FileSource:
 
         if self.separator is not None and not any(self._format(file) == "text" for file in self.files):
             raise UserError(
-                "A separator divides the documents of text files.",
+                "A separator can be used only with text files.",
                 seen=f"{self.separator!r}, and no text file among {len(self.files)}",
                 where="--separator",
                 fix="leave it out, or use --format text",
@@ -69,10 +69,10 @@ class FileSource:
 
         if self.field is not None and self.files and all(self._format(file) == "text" for file in self.files):
             raise UserError(
-                "A field holds the text of records; a text file is one text, or several.",
+                "A field can be used only with records: text files have none.",
                 seen=f"{self.field}, and {len(self.files)} text file{'s' * (len(self.files) > 1)}",
                 where="--field",
-                fix="leave it out, or say what the files are, as --format jsonl",
+                fix="leave it out, or set the format of the files, as in --format jsonl",
             )
 
     @property
@@ -138,10 +138,10 @@ def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> tuple[
     found = [file for path in paths for file in (_remote(path) if is_remote(os.fspath(path)) else _local(path))]
     if not found:
         raise UserError(
-            "A corpus has at least one file.",
+            "A corpus must have at least one file.",
             seen="none",
             where=", ".join(os.fspath(path) for path in paths) or "no path given",
-            fix="give files, folders or patterns that exist",
+            fix="name files, folders or patterns that exist",
         )
     return tuple(found)
 
@@ -159,7 +159,9 @@ def _local(path):
     else:
         names = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
     if not names:
-        raise UserError("Every input exists.", seen="no such file, folder or pattern", where=path, fix="check the path")
+        raise UserError(
+            "Every input must exist.", seen="no such file, folder or pattern", where=path, fix="check the path"
+        )
     for name in names:
         status = os.stat(name)
         yield SourceFile(name, name, status.st_size, str(status.st_mtime_ns))
@@ -179,7 +181,7 @@ def _remote(url):
     names = sorted(name for name in with_retries(expand, what="list", url=url) if not name.endswith("/"))
     if not names:
         raise UserError(
-            "Every input exists.",
+            "Every input must exist.",
             seen="no such object, folder or pattern",
             where=url,
             fix="check the URL and the credentials",
@@ -199,7 +201,7 @@ def embedded_corpus(split: str = "train") -> FileSource:
     """
     if split not in ("train", "validation"):
         raise UserError(
-            "The embedded corpus has two splits.",
+            "The split of the embedded corpus must be train or validation.",
             seen=split,
             where="embedded_corpus(split)",
             fix="use train or validation",
@@ -216,10 +218,10 @@ def embedded_corpus(split: str = "train") -> FileSource:
                 files.append(SourceFile(path, relative, os.path.getsize(path)))
     if not files:
         raise UserError(
-            "The Python standard library is installed with its sources.",
+            "The Python standard library must be installed with its source files.",
             seen="no .py files",
             where=root,
-            fix="use a Python with sources, or give files of your own",
+            fix="use a Python with its sources, or files of your own",
         )
     return FileSource(files=tuple(sorted(files, key=lambda file: file.name)), format="text")
 

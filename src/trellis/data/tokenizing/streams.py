@@ -123,7 +123,7 @@ class Stream:
             )
         except OSError as error:
             raise UserError(
-                "Every input can be read.",
+                "Every input must be readable.",
                 seen=f"{type(error).__name__}: {error}",
                 where=url,
                 fix="check the path, the permissions and the credentials",
@@ -181,10 +181,10 @@ class Stream:
 
     def _broken(self, error):
         return UserError(
-            "A compressed file is whole.",
+            "A compressed file must be complete.",
             seen=f"{type(error).__name__}: {error}",
             where=self._url,
-            fix="fetch the file again, or leave it out",
+            fix="download the file again, or leave it out",
         )
 
     def close(self) -> None:

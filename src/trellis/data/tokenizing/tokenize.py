@@ -78,28 +78,28 @@ def tokenize(
     """
     if sum([tokenizer is not None, train_bpe is not None, use_bytes]) != 1:
         raise UserError(
-            "Tokenizing uses one tokenizer.",
+            "Tokenizing needs exactly one tokenizer.",
             seen=f"tokenizer={tokenizer!r}, train_bpe={train_bpe}, use_bytes={use_bytes}",
             where="trellis tokenize",
-            fix="give one of --tokenizer PATH, --train-bpe N, --bytes",
+            fix="use one of --tokenizer PATH, --train-bpe N, --bytes",
         )
     if end_of_document is not None and not isinstance(tokenizer, str | os.PathLike):
         raise UserError(
-            "The token that ends a document is chosen where a tokenizer is read that has several such.",
+            "The end-of-document token can be chosen only for a tokenizer that is read from a path.",
             seen=f"{end_of_document}, of a tokenizer that is {'given' if tokenizer else 'made here'}",
             where="--end-of-document",
             fix="leave it out, or use --tokenizer PATH",
         )
     if on_error not in ("fail", "skip"):
         raise UserError(
-            "A document that cannot be read stops the run or is skipped.",
+            "`on_error` must be fail or skip.",
             seen=on_error,
             where="--on-error",
             fix="use fail or skip",
         )
     if min(chunk_tokens, chunk_offsets, train_bytes) < 1:
         raise UserError(
-            "Chunks and the sample for training hold at least one element.",
+            "The sizes of chunks and of the training sample must be 1 or more.",
             seen=f"chunk_tokens={chunk_tokens}, chunk_offsets={chunk_offsets}, train_bytes={train_bytes}",
             where="trellis tokenize",
             fix="use 1 or more, or leave it out",
@@ -187,12 +187,12 @@ def _complain(block, encoded: Encoded, on_error, writer):
     if on_error == "fail" or part_of_text:
         writer.commit()
         raise UserError(
-            "Every document can be read.",
+            "Every document must be readable.",
             seen=problem,
             where=f"{block.name}, {unit} {number}",
-            fix="mend or remove the file"
+            fix="fix or remove the file"
             if part_of_text
-            else "mend the document, or leave such documents out with --on-error skip",
+            else "fix the document, or skip such documents with --on-error skip",
         )
     for number, problem in encoded.errors:
         writer.skip(f"{block.name}, {unit} {number}: {problem}")
@@ -207,7 +207,7 @@ def _pool(job: Job, workers: int | str | None):
         workers = usable_cores()
     if not isinstance(workers, int) or workers < 0:
         raise UserError(
-            "Workers are a number of processes, or a Ray cluster.",
+            "Workers must be a number of processes, or a Ray cluster.",
             seen=workers,
             where="--workers",
             fix="use 0 (this process), a number, or ray",
@@ -244,7 +244,7 @@ def empty_corpus(files) -> UserError:
     """The error for a corpus without a single document."""
     names = ", ".join(file.name for file in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
     return UserError(
-        "A corpus has at least one document.",
+        "A corpus must have at least one document.",
         seen="no document with text in it",
         where=names,
         fix="check the files, the name of the text field and the filter",
@@ -258,7 +258,7 @@ def _function_name(function) -> str | None:
         if ":" in function:
             return function
         raise UserError(
-            "A filter is named by where it is.",
+            "A filter must be named by its module or file.",
             seen=function,
             where="--filter",
             fix="write module:function or path.py:function",
@@ -266,7 +266,7 @@ def _function_name(function) -> str | None:
     name, module = getattr(function, "__qualname__", repr(function)), getattr(function, "__module__", None)
     if "<" in name or module is None:
         raise UserError(
-            "A filter is a function that worker processes can import.",
+            "A filter must be a function that worker processes can import.",
             seen=name,
             where="filter",
             fix="define it with def at the top level of a module or script",

@@ -75,10 +75,10 @@ class Encoder:
             return bool(self._filter({"text": record} if isinstance(record, str) else record))
         except Exception as error:
             raise UserError(
-                "A document filter returns true or false for every record.",
+                "A filter must return true or false for every record.",
                 seen=f"{type(error).__name__}: {error}",
                 where=f"{name}, line {number}, filter {self._job.filter}",
-                fix="mend the filter",
+                fix="fix the filter",
             ) from error
 
     def _records(self, block, errors):
@@ -168,10 +168,10 @@ def load_function(spec: str):
             module = getattr(module, part)
     except Exception as error:  # whatever a user's file does on import
         raise UserError(
-            "A filter is a function of a module, or of a file, that can be imported.",
+            "A filter must be a function of a module or file that can be imported.",
             seen=f"{type(error).__name__}: {error}",
             where=f"--filter {spec}",
-            fix="write module:function or path.py:function, of one that is there",
+            fix="write module:function or path.py:function, with one that exists",
         ) from error
     return module
 

@@ -35,8 +35,8 @@ def random_bits(key: jax.Array, width: int, shape: Sequence[int], axes: Sequence
     """
     if str(jax.random.key_impl(key)) != "threefry2x32":
         raise BitsError(
-            "random numbers in a pipeline's stages are Threefry's, which are the same on every mesh, got those of "
-            f"{jax.random.key_impl(key)}: make the key with jax.random.key(seed, impl='threefry2x32')"
+            "random numbers in a pipeline's stages must come from Threefry, which gives the same ones on every mesh, "
+            f"got those of {jax.random.key_impl(key)}: make the key with jax.random.key(seed, impl='threefry2x32')"
         )
     local = [n // math.prod(sizes[a] for a in mine) for n, mine in zip(shape, axes, strict=True)]
     high, low = (jnp.zeros(local, jnp.uint32) for _ in range(2))

@@ -85,17 +85,17 @@ class View:
         rule = rules.RULES.get(name)
         if name == "device_put" and any(_memory(a) != _memory(b) for a, b in zip(equation.invars, equation.outvars)):
             raise DeviceViewError(
-                "A pipeline's stages keep their arrays in the devices' own memory.",
+                "A pipeline's stages must keep their arrays in device memory.",
                 seen=f"`device_put` to {_memory(equation.outvars[0])}",
                 where=source_of(equation) or "an unknown line",
                 fix="leave it out, or recompute instead of offloading",
             )
         if rule is None and name not in rules.ELEMENTWISE:
             raise DeviceViewError(
-                "A pipeline's stages are programs of one device.",
-                seen=f"`{name}` of sliced arrays, of which no device's part is known",
+                "Every operation in a pipeline's stages must be computable on each device alone.",
+                seen=f"`{name}` of sliced arrays, which has no rule for one device's part",
                 where=source_of(equation) or "an unknown line",
-                fix="gather its operands first, with reshard, or write it in a shard_map",
+                fix="gather its operands first with reshard, or write it in a shard_map",
             )
         results, natural = (rule or rules.elementwise)(self, equation, args, states)
         return [moved(x, at, out, self.sizes) for x, at, out in zip(results, natural, outs, strict=True)]
@@ -136,10 +136,10 @@ def _plain(x):
     """A constant without the mesh that it was made on, which its type carries along."""
     if isinstance(x, Tracer):
         raise DeviceViewError(
-            "A pipeline's stages are given all arrays that they read as arguments.",
-            seen=f"an array {jax.typeof(x).str_short()} that a function brings along",
+            "A pipeline's stages must receive every array they read as an argument.",
+            seen=f"an array {jax.typeof(x).str_short()} that a function closes over",
             where="the layers",
-            fix="put it into the model, or into what its layers get",
+            fix="put it into the model, or pass it to the layers",
         )
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
@@ -219,7 +219,7 @@ def _shard_map(view: View, equation: JaxprEqn, args: list) -> list:
     manual = set(p["newly_manual_axes"]) | set(p["mesh"].manual_axes)
     if set(p["mesh"].axis_names) - manual - {a for a, n in view.sizes.items() if n == 1}:
         raise DeviceViewError(
-            "A shard_map in a pipeline's stages is manual over all mesh axes.",
+            "A shard_map in a pipeline's stages must be manual over all mesh axes.",
             seen=f"{', '.join(sorted(manual))} of {', '.join(p['mesh'].axis_names)}",
             where=source_of(equation) or "an unknown line",
             fix="leave out its `axes`",

@@ -169,8 +169,8 @@ class _Check:
             was = "was summed over it already" if settled else "is the same on all devices along it"
             fix = "leave the second sum out" if settled else f"leave '{twice[0]}' out of the sum"
             raise SecondSum(
-                f"a sum over devices is of values that differ between them, got {operation.name} over "
-                f"'{twice[0]}' of one that {was}, in `{self.bindings.function}`{line_of(operation)}: {fix}"
+                f"a sum over devices needs values that differ between them, got {operation.name} over '{twice[0]}' of "
+                f"a value that {was}, in `{self.bindings.function}`{line_of(operation)}: {fix}"
             )
 
     def inner(self, operation: Operation, operands: list[Held]) -> list[Held]:

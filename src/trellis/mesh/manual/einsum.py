@@ -37,12 +37,12 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
     where = f"einsum('{text}')"
     if len(lefts) != len(arrays):
         raise NotationError(
-            f"an einsum has one array for each shape on its left, got {len(arrays)} arrays for {len(lefts)} shapes, "
+            f"an einsum needs one array for each shape on its left, got {len(arrays)} arrays for {len(lefts)} shapes, "
             f"in {where}: add or remove one"
         )
     if other := [x for x in arrays if not hasattr(x, "dtype")]:
         raise TypeMismatch(
-            f"an einsum multiplies arrays, got {type(other[0]).__name__}, in {where}: make it one by jnp.asarray(x)"
+            f"an einsum takes arrays, got {type(other[0]).__name__}, in {where}: convert it with jnp.asarray(x)"
         )
     arrays = [on_mesh_in_force(x) for x in arrays]
     mesh = jax.sharding.get_abstract_mesh()
@@ -68,8 +68,8 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
         for shape, x in zip(lefts, arrays, strict=True):
             if (held := held_shape(shape, x)) != shape:
                 raise TypeMismatch(
-                    f"the left side of an einsum is what its arrays are, got {typeof(x)} for '{shape}', in {where}: "
-                    f'write reshard("{held} -> {shape}", ...) before, or correct the text'
+                    f"the left side of an einsum must describe its arrays, got {typeof(x)} for '{shape}', in {where}: "
+                    f'write reshard("{held} -> {shape}", ...) first, or correct the text'
                 )
         whole = mesh_of(next(x for x in arrays if state_of(x).mode == "explicit"))
         if not _is_jaxs(lefts, result):
@@ -115,19 +115,20 @@ def parse_einsum(text: str, verb: str = "einsum") -> tuple[list[Shape], Shape]:
     left, arrow, right = text.partition("->")
     if not arrow or "->" in right:
         raise NotationError(
-            f"{an} {verb} has one '->', got {text.count('->')}, in {verb}('{text}'): "
-            f"write 'batch in, in out -> batch out'"
+            f"{an} {verb} must have exactly one '->', got {text.count('->')}, in {verb}('{text}'): write 'batch in, "
+            "in out -> batch out'"
         )
     lefts, result = [parse(part.strip()) for part in left.split(",")], parse(right.strip())
     for shape in (*lefts, result):
         if any(isinstance(dim.name, int) for dim in shape.dims):
             raise NotationError(
-                f"{an} {verb} goes by names, got '{shape}', in {verb}('{text}'): give each dimension a name"
+                f"{an} {verb} needs a name for each dimension, got '{shape}', in {verb}('{text}'): give each "
+                "dimension a name"
             )
     known = {dim.name for shape in lefts for dim in shape.dims}
     if absent := [dim.name for dim in result.dims if dim.name not in known]:
         raise NotationError(
-            f"a result's names come from its operands, got '{absent[0]}', in {verb}('{text}'): correct the name"
+            f"a result can only have names of its operands, got '{absent[0]}', in {verb}('{text}'): correct the name"
         )
     return lefts, result
 
@@ -139,50 +140,52 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
         if shape.pending:
             settled = Shape(shape.dims, (), shape.copied, shape.ellipsis)
             raise NotationError(
-                f"a pending sum is settled before it is multiplied, got '{shape}', in {where}: "
-                f'write reshard("{shape} -> {settled}", ...) first'
+                f"a pending sum must be settled before it is multiplied, got '{shape}', in {where}: write "
+                f'reshard("{shape} -> {settled}", ...) first'
             )
         for dim in shape.dims:
             axes, first = slices.setdefault(dim.name, (dim.axes, shape))
             if axes != dim.axes:
                 raise NotationError(
-                    f"a name is sliced alike in all operands, got '{Dim(dim.name, axes)}' and '{dim}', in {where}: "
-                    f"{_align(first, shape, dim.name)}"
+                    f"a name must be sliced the same way in all operands, got '{Dim(dim.name, axes)}' and '{dim}', in "
+                    f"{where}: {_align(first, shape, dim.name)}"
                 )
     owner = one_axis_one_name(lefts, where)
     for shape in lefts:
         for axis in shape.copied:
             if axis not in owner:
                 raise NotationError(
-                    f"a copy ~{axis} is for a product with an operand that '{axis}' slices, got none, in {where}: "
-                    f"use the value from before the cast to ~{axis}"
+                    f"a copy ~{axis} needs another operand that '{axis}' slices, got none, in {where}: use the value "
+                    f"from before the cast to ~{axis}"
                 )
     kept = {dim.name: dim.axes for dim in result.dims}
     for name, axes in kept.items():
         if axes != slices[name][0]:
             raise NotationError(
-                f"a product moves nothing, got '{Dim(name, slices[name][0])}' on the left and '{Dim(name, axes)}' on "
-                "the "
-                f"right, in {where}: write '{Dim(name, slices[name][0])}' on the right and reshard the result"
+                f"a product cannot change how a name is sliced, got '{Dim(name, slices[name][0])}' on the left and "
+                f"'{Dim(name, axes)}' on the right, in {where}: write '{Dim(name, slices[name][0])}' on the right and "
+                "reshard the result"
             )
     pending = tuple(sorted(a for name, (axes, _) in slices.items() if name not in kept for a in axes))
     if result.copied:
-        raise NotationError(f"a product is not a copy, got '~{result.copied[0]}' on the right, in {where}: take it out")
+        raise NotationError(
+            f"the result of a product cannot be a copy, got '~{result.copied[0]}' on the right, in {where}: remove it"
+        )
     if result.pending != pending:
         right = Shape(result.dims, pending, (), result.ellipsis)
         settled = Shape(result.dims, (), (), result.ellipsis)
         if set(result.pending) - set(pending):
             extra = sorted(set(result.pending) - set(pending))[0]
             raise NotationError(
-                f"a sum is pending over the axes that slice the names it sums, got '+{extra}' and no such name, "
-                f"in {where}: write '-> {right}'"
+                f"a sum can only be pending over axes that slice a summed name, got '+{extra}' and no such name, in "
+                f"{where}: write '-> {right}'"
             )
         missing = sorted(set(pending) - set(result.pending))
         summed = next(str(Dim(n, a)) for n, (a, _) in slices.items() if n not in kept and missing[0] in a)
         raise NotationError(
-            f"a sum over a sliced name is partial on each device, got '{summed}' summed and no "
-            f"'+{missing[0]}' in the result, in {where}: write '-> {right}', "
-            f'and settle it with reshard("{right} -> {settled}", ...)'
+            f"a sum over a sliced name must be marked as pending, got '{summed}' summed and no '+{missing[0]}' in the "
+            f"result, in {where}: write '-> {right}', and settle it with "
+            f'reshard("{right} -> {settled}", ...)'
         )
     return pending
 
@@ -196,9 +199,9 @@ def one_axis_one_name(lefts: list[Shape], where: str) -> dict[str, str | int]:
                 name = owner.setdefault(axis, dim.name)
                 if name != dim.name:
                     raise NotationError(
-                        f"a mesh axis slices one name in a product, got '{axis}' on '{name}' and on '{dim.name}', "
-                        "where each device would multiply blocks that do not belong together, "
-                        f'in {where}: gather one, as in reshard("{shape} -> {_without(shape, axis)} ~{axis}", ...)'
+                        f"a mesh axis can slice only one name in a product, got '{axis}' on '{name}' and on "
+                        f"'{dim.name}', where each device would multiply blocks that do not match, in {where}: gather "
+                        f'one, as in reshard("{shape} -> {_without(shape, axis)} ~{axis}", ...)'
                     )
     return owner
 

@@ -27,9 +27,12 @@ def pending(text: str, x):
     shape = parse(text)
     mesh = jax.sharding.get_abstract_mesh()
     if mode_of(mesh) != "manual":
-        raise NotationError(f"partial sums are declared in manual mode, got none, in {where}: write it in shard_map")
+        raise NotationError(
+            f"partial sums can only be declared in manual mode, got a call outside it, in {where}: call it inside "
+            "shard_map"
+        )
     if not shape.pending:
-        raise NotationError(f"a partial sum is written '+axis', got '{shape}', in {where}: write '{shape} +axis'")
+        raise NotationError(f"a partial sum must be written '+axis', got '{shape}', in {where}: write '{shape} +axis'")
     known_axes((shape,), mesh, where)
     bind_shape(shape, x, where, live())
     real: Shape = real_axes(shape, mesh)
@@ -37,7 +40,7 @@ def pending(text: str, x):
     state = state_of(x)
     if same := [a for a in real.pending if a not in state.varying]:
         raise TransitionError(
-            f"parts of a sum differ between devices, got {typeof(x)}, which is the same along {', '.join(same)}, in "
-            f"{where}: take '+{same[0]}' out, or slice what is summed"
+            f"partial sums must differ between devices, got {typeof(x)}, which is the same along {', '.join(same)}, "
+            f"in {where}: remove '+{same[0]}', or slice the summed dimension"
         )
     return mark_pending(x, real.pending, real)

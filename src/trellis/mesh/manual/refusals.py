@@ -37,50 +37,47 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
         return
     if cast := re.search(r"Unsupported pcast from=(\w+), to='(\w+)'", text):
         raise TypeMismatch(
-            f"a cast changes how devices hold a value, got pcast to '{cast[2]}' of one that is {cast[1]}, "
-            f"in `{bindings.function}`{line}: write the reshard that was forgotten before it, or leave the cast out"
+            f"JAX cannot cast a value between these states, got pcast to '{cast[2]}' of one that is {cast[1]}, in "
+            f"`{bindings.function}`{line}: add the missing reshard before it, or leave out the cast"
         ) from error
     if "argument to VJP function" in text and (along := re.findall(r"U:\(?([\w,]+)", text)):
         raise PendingSumError(
-            f"a gradient is taken of a settled value, got that of a sum pending along {along[0]}, in "
-            f"`{bindings.function}`{line}: write a reshard that settles it before"
+            f"only a settled value can be differentiated, got a sum pending along {along[0]}, in "
+            f"`{bindings.function}`{line}: settle it first with reshard"
         ) from error
     if "branches must have equal output types" in text:
         types = re.findall(r"has type (\S+)", text)
         raise TypeMismatch(
-            f"the branches of a cond give one type, got {' and '.join(types) or 'several'}, in "
-            f"`{bindings.function}`{line}: reshard the result of one to what the other gives"
+            f"the branches of a cond must return the same type, got {' and '.join(types) or 'several'}, in "
+            f"`{bindings.function}`{line}: reshard the result of one to match the other"
         ) from error
     if mixed := re.search(r"lax\.(\w+) can only accept axis_name .*input type: (\S+), axes: \(?([^)]*)\)? and", text):
         along = [axis.strip(" '") for axis in mixed[3].split(",") if axis.strip(" '")]
         held = set(re.findall(r"\w+", "".join(re.findall(r"\{([^}]*)\}", mixed[2]))))
         alike = [axis for axis in along if axis not in held]
         raise TypeMismatch(
-            f"a collective of JAX's runs over mesh axes along all of which a value differs, or along none, got "
-            f"{mixed[1]} over {', '.join(along)} of one that is the same along {', '.join(alike)}, in "
-            f"`{bindings.function}`{line}: leave {alike[0] if alike else 'one'} out, along which devices do not "
-            "differ, or write reshard"
+            f"a value must differ along all mesh axes of a JAX collective, or along none, got {mixed[1]} over "
+            f"{', '.join(along)} of one that is the same along {', '.join(alike)}, in `{bindings.function}`{line}: "
+            f"leave {alike[0] if alike else 'one'} out, or use reshard"
         ) from error
     if rule := re.search(
         r"bwd rule produced an output of type (\S+) corresponding to an input of type (\S+), so", text
     ):
         given, wanted = rule.groups()
         axes = ", ".join(f"'{axis}'" for group in re.findall(r"V:\(?([\w,]+)", wanted) for axis in group.split(","))
-        fix = (
-            f"give what jax.lax.pcast(gradient, ({axes},), to='varying') makes of it" if axes else "sum it over devices"
-        )
+        fix = f"return jax.lax.pcast(gradient, ({axes},), to='varying')" if axes else "sum it over devices"
         raise TypeMismatch(
-            f"a backward rule of one's own gives a gradient that differs between devices as its argument does, got "
-            f"{given} for {wanted}, in `{bindings.function}`{line}: {fix}; of an argument that is the same on all "
-            "devices JAX sums the gradient itself"
+            "a custom backward rule must return a gradient that differs between devices as its argument does, got "
+            f"{given} for {wanted}, in `{bindings.function}`{line}: {fix}; for an argument that is the same on all "
+            "devices, JAX sums the gradient itself"
         ) from error
     if not _REFUSED.search(text):
         return
     if "Inputs cannot be replicated on the same axes" in text:
         raise TypeMismatch(
-            f"a copy '~x' is for products with an operand that x slices, got an elementwise operation of one with a "
-            f"value that is the same on all devices, in `{bindings.function}`{line}: use the value from before the "
-            f"reshard to '~'"
+            "a copy '~x' can only be multiplied with an operand that x slices, got an elementwise operation of one "
+            f"with a value that is the same on all devices, in `{bindings.function}`{line}: use the value from before "
+            "the reshard to '~'"
         ) from error
     found = next(filter(None, (re.search(words, text) for words in _OPERATION)), None)
     axes = re.findall(r"U:\(?([\w,]+)", text)
@@ -109,19 +106,19 @@ def raise_of_call(error: Exception, name: str, mesh) -> None:
         ) from error
     if isinstance(error, NotImplementedError) and "Closing over" in text:
         raise TypeMismatch(
-            f"a manual function takes its arrays as arguments, got one from outside of it, in `{name}`: pass it as an "
-            f"annotated argument ({text.split('Got input with ')[-1]})"
+            f"a manual function must receive its arrays as arguments, got one from outside it, in `{name}`: pass it "
+            f"as an annotated argument ({text.split('Got input with ')[-1]})"
         ) from error
     if isinstance(error, TypeError) and "incompatible shapes for broadcasting" in text:
         raise TypeMismatch(
-            "slices on a device broadcast by their own sizes, got "
+            "arrays in manual mode must broadcast by their sizes on a device, got "
             f"{text.splitlines()[0].split('broadcasting: ')[-1].rstrip('.')}, in `{name}`: reshard one of them, or "
             "correct the annotation that says how it is sliced"
         ) from error
     if isinstance(error, ValueError) and "of type `Explicit`" in text:  # JAX 0.10: all of type; 0.12: that is of type
         raise MeshError(
-            f"JAX's types carry pending sums and copies on explicit mesh axes only, got ({mesh_text(mesh)}) with auto "
-            f"ones, in `{name}`: make the mesh without axis_type, or use jax.lax.psum inside"
+            f"pending sums and copies need explicit mesh axes, got ({mesh_text(mesh)}) with auto ones, in `{name}`: "
+            "make the mesh without axis_type, or use jax.lax.psum inside"
         ) from error
     if _OF_A_COPY.search(text):
         raise _of_a_copy(name) from error
@@ -135,8 +132,8 @@ def raise_of_gradient(error: Exception, name: str) -> None:
 
 def _of_a_copy(name: str) -> TypeMismatch:
     return TypeMismatch(
-        "JAX differentiates products and sums of a copy '~x', got something else that is made of one (a norm, `where`, "
-        f"flip, tanh), in `{name}`: do it before the reshard to '~'"
+        "JAX can only differentiate products and sums of a copy '~x', got another operation on one (such as a norm, "
+        f"`where`, flip or tanh), in `{name}`: do it before the reshard to '~'"
     )
 
 
@@ -147,8 +144,8 @@ def refusal(operation: str, axes, line: str, bindings: Bindings) -> str:
     along = f" along {', '.join(sorted(axes))}" if axes else ""
     fixes = " or ".join(f'reshard("{s} -> {settled(s, axes)}", ...)' for s in candidates[-3:])
     return (
-        f"a pending sum may only be added to sums pending alike, reshaped or settled, got {operation} of a sum "
-        f"pending{along}, in `{bindings.function}`{line}: write {fixes or 'a reshard that settles it'} before"
+        f"a pending sum can only be added to sums pending over the same axes, reshaped or settled, got {operation} of "
+        f"a sum pending{along}, in `{bindings.function}`{line}: write {fixes or 'a reshard that settles it'} first"
     )
 
 

@@ -42,7 +42,7 @@ def manual_reshard(before: Shape, after: Shape, x):
     x = check_slice(x, before, where, mentioned=mentioned)
     if x.dtype == bool and set(before.pending) - set(after.pending):
         raise TransitionError(
-            f"what is added up over devices are numbers, got {typeof(x)}, in {where}: cast to int32 what is summed, "
+            f"only numbers can be summed over devices, got {typeof(x)}, in {where}: cast the summed values to int32, "
             "and compare the sum with 0"
         )
     if bindings is not None and written.pending and written in bindings.pending:
@@ -56,7 +56,7 @@ def manual_reshard(before: Shape, after: Shape, x):
     return x if bindings is None else bindings.made(x, after)
 
 
-_LEFT = "the left side of a text is what the array is"
+_LEFT = "the left side of a text must describe the array"
 
 
 def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[str] | None = None):
@@ -100,7 +100,7 @@ def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[s
         fix = f"write {' '.join(sign + axis for axis in sorted(held)) or f'no {sign}{sorted(said)[0]}'} there"
         if sign == "+" and said - held and said - held <= state.varying:
             # To JAX's types, what each device multiplies or sums by itself is no part of a sum.
-            fix += f"; if these are partial sums, make them by einsum('... -> ... +{sorted(said - held)[0]}', ...)"
+            fix += f"; if these are partial sums, make them with einsum('... -> ... +{sorted(said - held)[0]}', ...)"
         elif sign == "+" and (
             lost := [s for s in (bindings.pending if bindings else ()) if (said - held) & set(s.pending)]
         ):
@@ -123,8 +123,9 @@ def known_axes(shapes, mesh, where: str) -> None:
         for axis in (*shape.mesh_axes, *shape.pending, *shape.copied):
             if axis not in mesh.shape:
                 raise TransitionError(
-                    f"a text names axes of the mesh, got '{axis}' where the mesh has {', '.join(mesh.axis_names)}, "
-                    f"in {where}: use one of these, or add '{axis}' to the mesh (size 1 will do)"
+                    f"a text can only name axes of the mesh, got '{axis}' where the mesh has "
+                    f"{', '.join(mesh.axis_names)}, in {where}: use one of these, or add '{axis}' to the mesh (size 1 "
+                    "will do)"
                 )
 
 
@@ -133,8 +134,8 @@ def _check_manual(shapes, mesh, where: str) -> None:
         states = [_state(shape, axis) for shape in shapes]
         if states[0] != states[1]:
             raise TransitionError(
-                f"manual mode moves data over its own mesh axes, got '{axis}', which is left to the surrounding "
-                f"program, in {where}: reshard over '{axis}' outside, or add it to the axes of shard_map"
+                f"manual mode can only move data over its own mesh axes, got '{axis}', which is left to the "
+                f"surrounding program, in {where}: reshard over '{axis}' outside, or add it to the axes of shard_map"
             )
 
 
@@ -174,12 +175,12 @@ def _cast(step: Step, x, where: str):
     before, after = step.before, step.after
     if made := sorted(set(after.pending) - set(before.pending)):
         raise TransitionError(
-            f"a pending sum comes from a product or a sum over a sliced dimension, got '{before} -> {after}', "
-            f"in {where}: take out '+{made[0]}' on the right"
+            f"only a product or a sum over a sliced dimension can make a pending sum, got '{before} -> {after}', in "
+            f"{where}: remove '+{made[0]}' on the right"
         )
     if dropped := sorted(set(before.copied) - set(after.copied)):
         raise TransitionError(
-            f"a copy ~{dropped[0]} is already whole on each device and only its gradient differs, got "
-            f"'{before} -> {after}', in {where}: use the value from before the cast to ~{dropped[0]}"
+            f"a copy ~{dropped[0]} is already whole on each device and cannot be cast back, got '{before} -> "
+            f"{after}', in {where}: use the value from before the cast to ~{dropped[0]}"
         )
     return ops.copy(x, step.axes)

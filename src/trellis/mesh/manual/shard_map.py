@@ -79,15 +79,15 @@ def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection
         return functools.partial(shard_map, mesh=mesh, axes=axes)
     if not callable(fn):
         raise NotationError(
-            f"a manual function is a function, got {type(fn).__name__}, in shard_map: write @shard_map above one"
+            f"shard_map takes a function, got {type(fn).__name__}, in shard_map: write @shard_map above one"
         )
     signature = inspect.signature(fn)
     name = getattr(_written(fn), "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
     for parameter in signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise NotationError(
-                f"a manual function's arguments each have an annotation, got '{parameter}', in `{name}`: "
-                f"name the arguments, or pass a list"
+                f"a manual function cannot take *args or **kwargs, got '{parameter}', in `{name}`: name the "
+                "arguments, or pass a list"
             )
 
     @functools.wraps(fn)
@@ -152,16 +152,16 @@ class _Call:
                 isinstance(leaf, jax.Array) or is_named(leaf) for leaf in jax.tree.leaves(value, is_leaf=is_typed_leaf)
             ):
                 raise NotationError(
-                    f"a manual function's arrays are annotated, got {typeof(value)} and no annotation, in {place}: "
-                    f'write its type, as in f32["batch/data embed"]'
+                    f"a manual function's arrays must be annotated, got {typeof(value)} and no annotation, in "
+                    f'{place}: write its type, as in f32["batch/data embed"]'
                 )
             return None
         leaves = [_number(leaf) for leaf in typed_leaves(value, hint, place)]
         for leaf in leaves:
             if leaf.kind is None and is_array(leaf.value):
                 raise NotationError(
-                    f"a manual function's arrays are annotated, got {typeof(leaf.value)} where {hint_text(hint)} has "
-                    f"no array, in {leaf.place}: annotate that field, or pass what the annotation says"
+                    f"a manual function's arrays must be annotated, got {typeof(leaf.value)} where {hint_text(hint)} "
+                    f"has no array, in {leaf.place}: annotate that field, or pass what the annotation says"
                 )
         return leaves
 
@@ -173,8 +173,8 @@ class _Call:
             given = getattr(getattr(array, "sharding", None), "mesh", None)
             if given is None or given.empty:
                 raise NotationError(
-                    f"manual mode runs on a mesh, got none, in `{self.name}`: call it inside `with layout:`, "
-                    f"or write shard_map(mesh=...)"
+                    f"manual mode needs a mesh, got none, in `{self.name}`: call it inside `with layout:`, or write "
+                    "shard_map(mesh=...)"
                 )
             self.mesh = given
         shown = ambient if given is None else given
@@ -182,19 +182,18 @@ class _Call:
         asked = frozenset(shown.axis_names) if self.asked is None else frozenset(self.asked)
         if unknown := sorted(asked - set(shown.axis_names)):
             raise NotationError(
-                f"manual axes are axes of the mesh, got '{unknown[0]}' where the mesh has "
-                f"{', '.join(shown.axis_names)}, "
-                f"in `{self.name}`: use one of these"
+                f"manual axes must be axes of the mesh, got '{unknown[0]}' where the mesh has "
+                f"{', '.join(shown.axis_names)}, in `{self.name}`: use one of these"
             )
         if self.asked is not None and asked & taken:
             raise NotationError(
-                f"a mesh axis becomes manual once, got '{sorted(asked & taken)[0]}', which is manual around this call, "
-                f"in `{self.name}`: take it out of axes"
+                f"a mesh axis cannot become manual twice, got '{sorted(asked & taken)[0]}', which is manual around "
+                f"this call, in `{self.name}`: remove it from axes"
             )
         if not asked - taken:
             raise NotationError(
-                f"a mesh axis becomes manual once, got a call where all of ({mesh_text(shown)}) are manual, in "
-                f"`{self.name}`: take @shard_map off it, or call its `__wrapped__`"
+                f"a mesh axis cannot become manual twice, got a call where all of ({mesh_text(shown)}) are manual, in "
+                f"`{self.name}`: remove its @shard_map, or call its `__wrapped__`"
             )
         single = {axis for axis, size in shown.shape.items() if size == 1}
         self.shape = shown
@@ -207,32 +206,31 @@ class _Call:
         for axis in (*kind.shape.mesh_axes, *kind.shape.pending, *kind.shape.copied):
             if axis not in self.shape.shape:
                 raise NotationError(
-                    f"an annotation names axes of the mesh, got '{axis}' in {kind} where the mesh has "
+                    f"an annotation can only name axes of the mesh, got '{axis}' in {kind} where the mesh has "
                     f"{', '.join(self.shape.axis_names)}, in {place}: use one of these, or add '{axis}' to the mesh "
-                    f"(size 1 will do)"
+                    "(size 1 will do)"
                 )
         shape = real_axes(kind.shape, self.shape)
         if self.partly and (states := (*shape.pending, *shape.copied)):
             raise NotationError(
-                f"JAX carries pending sums and copies into and out of a function only where all mesh axes are "
-                "manual, got "
-                f"{kind} with some axes left to the surrounding program, in {place}: settle '{states[0]}' on the other "
-                f"side, or make all axes manual"
+                "JAX can pass pending sums and copies into or out of a function only if all mesh axes are manual, got "
+                f"{kind} with some axes left to the surrounding program, in {place}: settle '{states[0]}' on the "
+                "other side, or make all axes manual"
             )
         axes = []
         for dim in shape.dims:
             mine = self.manual_only(dim.axes)
             if dim.axes[: len(mine)] != mine:
                 raise NotationError(
-                    f"the manual axes of a dimension are its major ones, got '{dim}' with manual "
+                    f"the manual axes of a dimension must be its major ones, got '{dim}' with manual "
                     f"{', '.join(self.manual)}, in {place}: write {'/'.join((str(dim.name), *mine))} first"
                 )
             axes.append(mine)
         if kind.shape.ellipsis:
             if array is None:
                 raise NotationError(
-                    f"a manual function's result has all its dimensions named, got {kind}, in {place}: "
-                    f"write them instead of '...'"
+                    f"a manual function's result must have all its dimensions named, got {kind}, in {place}: write "
+                    "them instead of '...'"
                 )
             lead = state_of(array).axes[: len(array.shape) - len(axes)]
             axes = [*(self.manual_only(mine) for mine in lead), *axes]
@@ -272,13 +270,13 @@ class _Call:
             return array
         if not mesh.empty:
             raise MeshError(
-                f"a manual function takes arrays of its mesh, ({mesh_text(self.shape)}), got {typeof(leaf.value)} of "
-                f"another mesh ({mesh_text(mesh)}), in {leaf.place}: move it there first, with jax.device_put"
+                f"a manual function's arrays must be on its mesh, ({mesh_text(self.shape)}), got {typeof(leaf.value)} "
+                f"of another mesh ({mesh_text(mesh)}), in {leaf.place}: move it there first, with jax.device_put"
             )
         if spec.unreduced:
             raise TypeMismatch(
-                f"an array that is on no mesh is whole on every device, got {typeof(leaf.value)} for {leaf.kind}, in "
-                f"{leaf.place}: take '+{sorted(spec.unreduced)[0]}' out of the annotation"
+                f"an array that is on no mesh cannot be a pending sum, got {typeof(leaf.value)} for {leaf.kind}, in "
+                f"{leaf.place}: remove '+{sorted(spec.unreduced)[0]}' from the annotation"
             )
         return placed(array, spec, self.mesh)
 
@@ -303,7 +301,8 @@ class _Call:
         kinds = array_types(hint)
         if not kinds:
             raise NotationError(
-                f"a manual function's result is annotated, got {hint!r}, in {place}: write '-> f32[\"batch/data\"]'"
+                f"a manual function's result must be annotated, got {hint!r}, in {place}: "
+                f"write '-> f32[\"batch/data\"]'"
             )
         grouped: list[tuple[PartitionSpec, set[ArrayType]]] = []
         for kind in kinds:
@@ -331,7 +330,7 @@ class _Call:
             for leaf in out["leaves"]:
                 if leaf.kind is None and is_array(leaf.value):
                     raise TypeMismatch(
-                        f"a result is what its annotation says, got {typeof(leaf.value)} where "
+                        f"a result must match its annotation, got {typeof(leaf.value)} where "
                         f"{hint_text(self.hints['return'])} has no array, in {leaf.place}: return what the annotation "
                         "says, or correct it"
                     )
@@ -345,7 +344,7 @@ class _Call:
             except Exception as error:
                 if (name := unknown_axis(error, self.shape.axis_names)) is not None:
                     raise MeshError(
-                        f"a collective goes along axes of the mesh ({mesh_text(self.shape)}), got {name!r}, in "
+                        f"a collective must run along axes of the mesh ({mesh_text(self.shape)}), got {name!r}, in "
                         f"`{self.name}`: {did_you_mean(name, self.shape.axis_names)}"
                     ) from error
                 raise_in_notation(error, self.bindings)
@@ -413,8 +412,8 @@ class _Call:
             wanted = [self.manual_only(dim.axes) for dim in real_axes(leaf.kind.shape, self.shape).dims]
             if [self.manual_only(axes) for axes in own][len(own) - len(wanted) :] != wanted:
                 raise TypeMismatch(
-                    f"a result is sliced as its annotation says, got {typeof(leaf.value)} for {leaf.kind}, "
-                    f"in {leaf.place}: reshard it before the function ends, or correct the annotation"
+                    f"a result must be sliced as its annotation says, got {typeof(leaf.value)} for {leaf.kind}, in "
+                    f"{leaf.place}: reshard it before the function ends, or correct the annotation"
                 )
         bind_shape(leaf.kind.shape, _plain(leaf.value), leaf.place, self.bindings)
 
@@ -424,7 +423,7 @@ class _Call:
         if otherwise(dims, tuple(self.manual_only(dim.axes) for dim in wanted.dims)):
             why = joined_in(wanted, dims)
             raise TypeMismatch(
-                f"a result is what its annotation says, got a slice '{sliced_as(wanted, dims)}' for {leaf.kind}{why}, "
+                f"a result must match its annotation, got a slice '{sliced_as(wanted, dims)}' for {leaf.kind}{why}, "
                 f"in {leaf.place}: reshard it{' before they are joined' if why else ''}, or correct the annotation"
             )
 
@@ -432,9 +431,10 @@ class _Call:
         """Refuses a result that differs along a mesh axis although JAX's type says that it does not."""
         if along := sorted(untold - set(self.real(leaf.kind).mesh_axes)):
             raise TypeMismatch(
-                f"a result is what its annotation says, got one that differs along {', '.join(along)} for {leaf.kind}, "
-                f"in {leaf.place}: gather it before the function ends, or correct the annotation (to JAX's types what "
-                "argsort gives, or a branch or a loop that each device chooses for itself, is the same on all devices)"
+                f"a result must match its annotation, got one that differs along {', '.join(along)} for {leaf.kind}, "
+                f"in {leaf.place}: gather it before the function ends, or correct the annotation (JAX's types count "
+                "the result of argsort, or of a branch or a loop that each device chooses for itself, as the same on "
+                "all devices)"
             )
 
     def leave(self, leaf: Leaf, array, pending: frozenset[str], met: Callable):
@@ -442,15 +442,14 @@ class _Call:
         if forgotten := sorted(pending - set(wanted.pending)):
             held = Shape(wanted.dims, tuple(sorted(pending)), wanted.copied, wanted.ellipsis)
             raise PendingSumError(
-                f"a result is what its annotation says, got a sum pending along {', '.join(forgotten)} for "
-                f"{leaf.kind}, "
+                f"a result must match its annotation, got a sum pending along {', '.join(forgotten)} for {leaf.kind}, "
                 f'in {leaf.place}: end the function with reshard("{held} -> {wanted}", ...)'
                 + ("" if self.partly else f", or annotate {leaf.kind.dtype}[{held}]")
             )
         if missing := sorted(set(wanted.pending) - pending):
             raise TypeMismatch(
-                f"a result is what its annotation says, got {typeof(array)}, of which no sum is pending along "
-                f"{', '.join(missing)}, for {leaf.kind}, in {leaf.place}: take '+{missing[0]}' out of the annotation"
+                f"a result must match its annotation, got {typeof(array)}, which has no sum pending along "
+                f"{', '.join(missing)}, for {leaf.kind}, in {leaf.place}: remove '+{missing[0]}' from the annotation"
             )
         if self.partly:
             held = held_shape(wanted, array)
@@ -458,14 +457,14 @@ class _Call:
             said = [tuple(a for a in d.axes if a not in self.manual) for d in wanted.dims]
             if left != said:
                 raise TypeMismatch(
-                    f"a result is what its annotation says, got '{held}' for {leaf.kind}, in {leaf.place}: "
-                    f"correct the mesh axes that are left to the surrounding program"
+                    f"a result must match its annotation, got '{held}' for {leaf.kind}, in {leaf.place}: correct the "
+                    "mesh axes that are left to the surrounding program"
                 )
         try:
-            return check_slice(array, wanted, leaf.place, "a result is what its annotation says")
+            return check_slice(array, wanted, leaf.place, "a result must match its annotation")
         except TransitionError as error:
             if line := met(wanted.mesh_axes):
-                raise type(error)(f"{error}, or gather it before it meets what does not differ{line}") from None
+                raise type(error)(f"{error}, or gather it before it meets values that do not differ{line}") from None
             raise
 
 

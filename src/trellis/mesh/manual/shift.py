@@ -25,15 +25,15 @@ def shift(text: str, x, axis: str, *, by: int = 1):
     shape = parse(text)
     if axis not in shape.mesh_axes:
         raise TransitionError(
-            f"a shift moves slices around a ring, got '{shape}', which '{axis}' does not slice, in {where}: "
-            f"write which dimension '{axis}' slices"
+            f"a shift needs a dimension that its mesh axis slices, got '{shape}', which '{axis}' does not slice, in "
+            f"{where}: write which dimension '{axis}' slices"
         )
     mesh = jax.sharding.get_abstract_mesh()
     known_axes((shape,), mesh, where)
     if mode_of(mesh) != "manual":
         raise TransitionError(
-            f"a ring passes slices on in manual mode, got '{shape}' outside of it, in {where}: call it in a function "
-            "under @shard_map"
+            f"a shift can only run in manual mode, got '{shape}' outside it, in {where}: call it in a function under "
+            "@shard_map"
         )
     bind_shape(shape, x, where, live())
     size = mesh.shape[axis]

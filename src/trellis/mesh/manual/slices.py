@@ -69,7 +69,7 @@ def joined_in(shape: Shape, dims: Dims) -> str:
     names = [dim.name for dim, axes in zip(shape.dims, dims, strict=True) if any(a.startswith(JOINED) for a in axes)]
     if not names:
         return ""
-    return f" (of what was joined to '{names[0]}' not the first alone is sliced: it is no slice of that)"
+    return f" ('{names[0]}' joins dimensions of which not only the first is sliced, so this is not a slice of it)"
 
 
 class _Check:
@@ -113,10 +113,10 @@ class _Check:
         along = frozenset().union(*map(self.differs, operation.operands))
         if operation.name == "sort":
             along = along.union(*map(varying, operation.operands))
-            rule = "numbers are sorted by keys that differ as they do"
+            rule = "operands that are sorted together must differ along the same mesh axes"
             self.refuse_unlike(operation, operation.operands, along, f"{rule}, got some that are the same along {{}}")
         elif operation.name == "cond":
-            rule = "a branch that each device chooses for itself takes numbers that differ as the choice does"
+            rule = "a branch that each device chooses for itself must take numbers that differ as the choice does"
             values = [value for value in operation.operands[1:] if not copied(value)]  # copies' gradients stay pending
             self.refuse_unlike(
                 operation, values, self.choice(operation), f"{rule}, got some that are the same along {{}}"
@@ -146,17 +146,18 @@ class _Check:
         for value in values:
             if jnp.issubdtype(value.aval.dtype, jnp.inexact) and (lacks := sorted(along - varying(value))):
                 raise TypeMismatch(
-                    f"{rule.format(', '.join(lacks))}, in `{self.bindings.function}`{line_of(operation)}: "
-                    f"write jax.lax.pcast(values, {tuple(lacks)}, to='varying') before"
+                    f"{rule.format(', '.join(lacks))}, in `{self.bindings.function}`{line_of(operation)}: write "
+                    f"jax.lax.pcast(values, {tuple(lacks)}, to='varying') first"
                 )
 
     def operation(self, operation: Operation, operands: list[Dims]) -> list[Dims]:
         unknown = [_unknown(value) for value in operation.results]
         if waits := sorted(self.chosen.intersection(axes_over(operation) if operation.name in COLLECTIVES else ())):
             raise TypeMismatch(
-                f"a collective runs on all devices along its mesh axes or on none, got one over {', '.join(waits)} in "
-                f"a branch or a loop that each of them chooses for itself, in `{self.bindings.function}`"
-                f"{line_of(operation)}: share the choice first, as jax.lax.pmax does, or take the collective out"
+                "a collective must run on all devices along its mesh axes or on none, got one over "
+                f"{', '.join(waits)} in a branch or a loop that each device chooses for itself, in "
+                f"`{self.bindings.function}`{line_of(operation)}: share the choice first, as with jax.lax.pmax, or "
+                "move the collective out"
             )
         if "reshard[" in operation.scope and (texts := transition_in(operation.scope)):
             return self.text(operation, operands, texts)
@@ -172,8 +173,8 @@ class _Check:
             common = [a for a in one if a in other]
             if one and other and (not common or common != [a for a in other if a in one]):
                 raise TypeMismatch(
-                    f"slices that meet are slices of one dimension, cut alike, got one over {_over(one)} and one "
-                    f"over {_over(other)}, in `{self.bindings.function}`{line_of(operation)}: reshard one of them"
+                    f"slices that are combined must be cut the same way, got one over {_over(one)} and one over "
+                    f"{_over(other)}, in `{self.bindings.function}`{line_of(operation)}: reshard one of them"
                 )
         self.refuse_turned(operation, operands)
         return [slices_kept(operation, operands, value.shape) for value in operation.results]
@@ -190,8 +191,8 @@ class _Check:
                 mine, its = ([i for i, axes in enumerate(dims) if axis in axes] for dims in (one, other))
                 if its and not set(mine) & set(its):
                     raise TypeMismatch(
-                        f"slices that meet are slices of one dimension, got dimension {mine[0]} of one and dimension "
-                        f"{its[0]} of another sliced over '{axis}', in "
+                        f"slices that are combined must be slices of the same dimension, got dimension {mine[0]} of "
+                        f"one and dimension {its[0]} of another sliced over '{axis}', in "
                         f"`{self.bindings.function}`{line_of(operation)}: transpose one of them, or reshard it"
                     )
 
@@ -205,8 +206,8 @@ class _Check:
                 why = joined_in(texts[0], dims)
                 fix = "reshard it before they are joined" if why else f"write '{known}', or reshard it from there"
                 raise TransitionError(
-                    f"the left side of a text is what the array is, got a slice '{known}' for '{texts[0]}'{why}, in "
-                    f"`{self.bindings.function}`{line_of(operation)}: {fix}"
+                    f"the left side of a text must describe the array, got a slice '{known}' for '{texts[0]}'{why}, "
+                    f"in `{self.bindings.function}`{line_of(operation)}: {fix}"
                 )
         return [after if len(after) == len(value.shape) else _unknown(value) for value in operation.results]
 
@@ -231,7 +232,7 @@ class _Check:
             if len(got) != len(operation.results):
                 return [_unknown(value) for value in operation.results]
             for one, other in zip(outs, got):
-                self.refuse_other(one, other, "branches give slices that lie alike", operation)
+                self.refuse_other(one, other, "branches must return slices that are cut the same way", operation)
             outs = [max(each, key=_count) for each in zip(outs, got)] if outs else got
         return outs
 
@@ -247,7 +248,9 @@ class _Check:
             self.chosen |= self.choice(operation)
             got = self.body(body, dims)
             for one, other in zip(before, got):
-                self.refuse_other(one, other, "a loop carries slices that lie alike in every turn", operation)
+                self.refuse_other(
+                    one, other, "a loop must carry slices that are cut the same way in every iteration", operation
+                )
             # What a turn leaves unknown is unknown in the next.
             dims[first : first + count] = [a if a == b else ((),) * len(a) for a, b in zip(before, got)]
             if not self.carried(operation) and dims[first : first + count] == before:
@@ -313,7 +316,7 @@ def _meeting(operation: Operation, operands: list[Dims]) -> Iterator[tuple[Axes,
 def _over(axes: Axes) -> str:
     """The mesh axes of a slice, for messages."""
     text = "'" + "/".join(bare_axis(axis) for axis in axes) + "'"
-    return text + " (of which dimensions were joined)" if any(axis.startswith(JOINED) for axis in axes) else text
+    return text + " (made by joining dimensions)" if any(axis.startswith(JOINED) for axis in axes) else text
 
 
 def _shape(operation: Operation) -> tuple[int, ...]:

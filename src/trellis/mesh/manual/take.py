@@ -35,7 +35,7 @@ def take_plain(text: str, table, ids):
     where = f"take('{text}')"
     lefts, result = parse_einsum(text, "take")
     if len(lefts) != 2:
-        raise NotationError(f"a lookup has a table and positions, got {len(lefts)} shapes, in {where}: write two")
+        raise NotationError(f"a lookup takes a table and positions, got {len(lefts)} shapes, in {where}: write two")
     mesh = jax.sharding.get_abstract_mesh()
     mesh = None if mesh.empty else mesh
     if mesh is not None:
@@ -48,8 +48,8 @@ def take_plain(text: str, table, ids):
     gone = [dim for dim in rows.dims if dim.name not in result.names]
     if len(gone) != 1:
         raise NotationError(
-            f"a lookup takes one name of its table away, got {', '.join(str(d.name) for d in gone) or 'none'}, in "
-            f"{where}: leave the name that is looked up out on the right"
+            "a lookup must remove exactly one name of its table, got "
+            f"{', '.join(str(d.name) for d in gone) or 'none'}, in {where}: leave out the looked-up name on the right"
         )
     (name,) = gone
     i = rows.dims.index(name)
@@ -58,21 +58,21 @@ def take_plain(text: str, table, ids):
     for dim in aligned:
         if dim not in positions.dims:
             raise NotationError(
-                f"a name that the table and the positions share is sliced alike, got '{dim}' and "
+                f"a name that the table and the positions share must be sliced the same way, got '{dim}' and "
                 f"'{positions.dims[positions.names.index(dim.name)]}', in {where}: reshard one of them"
             )
     own = tuple(dim for dim in positions.dims if dim not in aligned)
     right = Shape((*rows.dims[:i], *own, *rows.dims[i + 1 :]), tuple(sorted(name.axes)))
     if right != result:
         raise NotationError(
-            f"a lookup moves nothing, and its rows are partial sums over the axes that slice the name looked up, got "
+            "a lookup's result must keep every slice and be pending over the axes that slice the looked-up name, got "
             f"'{result}' on the right, in {where}: write '-> {right}'"
         )
     one_axis_one_name(lefts, where)
     if name.axes and mode_of(mesh) == "explicit":
         raise NotationError(
-            f"a lookup in slices is one device's, in manual mode, got '{rows}' outside of it, in {where}: call it in "
-            f"a function under @shard_map, or name the arrays, as in take(named(table, '{rows.bare()}'), ...)"
+            f"a lookup in a sliced dimension needs manual mode, got '{rows}' outside it, in {where}: call it in a "
+            f"function under @shard_map, or name the arrays, as in take(named(table, '{rows.bare()}'), ...)"
         )
     if mesh is not None and state_of(table).mode == "manual":
         mentioned = {a for s in (*lefts, result) for a in (*s.mesh_axes, *s.pending, *s.copied)}

@@ -54,25 +54,26 @@ class DeepseekV3Config:
     embed: fields.Embed
     layers: fields.Layers
     dense_layers: int
-    """How many of the first blocks have a feed-forward block instead of experts. Leave it at a few: in these, routing
-    is hardest to keep even."""
+    """How many of the first blocks have a feed-forward block instead of experts. Leave it at a few: the first blocks
+    are the hardest to route evenly."""
     heads: fields.Heads
     q_latent: int
     """Width that a token's queries are made from. Lower it for fewer parameters in attention."""
     kv_latent: int
     """Width that a token's keys and values are made from. Lower it for fewer parameters in attention."""
     nope_dim: int
-    """Width of a head's queries and keys that position does not rotate. Leave it at 128, which kernels are made for."""
+    """Width of a head's queries and keys that position does not rotate. Leave it at 128, the width that kernels are
+    made for."""
     rope_dim: int
-    """Width of a head's queries and keys that position rotates; all heads share these keys. Leave it at 64, which
-    kernels are made for."""
+    """Width of a head's queries and keys that position rotates; all heads share these keys. Leave it at 64, the width
+    that kernels are made for."""
     value_dim: int
-    """Width of a head's values. Leave it at 128, which kernels are made for."""
+    """Width of a head's values. Leave it at 128, the width that kernels are made for."""
     dense_mlp: int
     """Width of the feed-forward block of the first blocks. Set it to the total width of a token's experts."""
     mlp: fields.ExpertMlp
     shared_mlp: int
-    """Width of a block that all tokens go through beside their experts. Set it to that of an expert."""
+    """Width of the shared expert, which all tokens go through. Set it to the width of an expert."""
     experts: fields.Experts
     experts_per_token: fields.ExpertsPerToken
     rope_theta: fields.RopeTheta
@@ -88,14 +89,14 @@ class DeepseekV3Config:
         check_count(self.experts_per_token, self.experts, "model.experts_per_token", self.routing)
         if self.rope_dim % 2:
             raise UserError(
-                "Rotary positions turn pairs of elements.",
+                "`rope_dim` must be even, since rotary positions rotate pairs of elements.",
                 seen=f"rope_dim={self.rope_dim}",
                 where="model.rope_dim",
                 fix=f"use an even size, {self.rope_dim + 1} for example",
             )
         if self.dense_layers >= self.layers:
             raise UserError(
-                "The blocks after the first ones have experts.",
+                "`dense_layers` must be less than `layers`, so that some blocks have experts.",
                 seen=f"dense_layers={self.dense_layers}, layers={self.layers}",
                 where="model.dense_layers",
                 fix=f"use {self.layers - 1} at most",

@@ -59,8 +59,8 @@ def _to_hub(config: DeepseekV3Config, positions: int) -> dict:
     for name, (value, theirs, holds) in own.items():
         if not holds:
             raise UserError(
-                "A DeepSeek-V3 in a Hugging Face folder picks experts by sigmoids and biases, and has shared experts "
-                "of the others' width.",
+                "A DeepSeek-V3 in a Hugging Face folder must pick experts by sigmoids and biases, and have shared "
+                "experts of the others' width.",
                 seen=f"{name}={'null' if value is None else value}",
                 where=f"model.{name}",
                 fix=f"train with {theirs}",
@@ -90,7 +90,7 @@ def _to_hub(config: DeepseekV3Config, positions: int) -> dict:
 def _from_hub(hub: Mapping) -> dict:
     if hub["q_lora_rank"] is None:
         raise UserError(
-            "A DeepSeek-V3 makes queries from a latent.",
+            "A DeepSeek-V3 must make its queries from a latent.",
             seen="q_lora_rank: null",
             where="config.json",
             fix="use a model whose queries are compressed",

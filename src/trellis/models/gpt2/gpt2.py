@@ -30,7 +30,7 @@ class GPT2Config:
     family: Literal["gpt2"] = "gpt2"
     vocab: fields.Vocab
     positions: int
-    """How many positions are learned: the longest sequence. Raise it for longer sequences."""
+    """Number of learned positions: the longest sequence. Raise it for longer sequences."""
     embed: fields.Embed
     layers: fields.Layers
     heads: fields.WholeHeads
@@ -52,7 +52,7 @@ class GPT2Config:
         fields.check_heads_divide(self)
         if not 0 <= self.dropout < 1:
             raise UserError(
-                "`dropout` is a fraction below 1.",
+                "`dropout` must be at least 0 and below 1.",
                 seen=f"dropout={self.dropout}",
                 where="model.dropout",
                 fix="use 0 for none",
@@ -202,7 +202,7 @@ class GPT2(eqx.Module):
         """The stream before the first layer, what each layer gets of its own, and what all layers get."""
         if tokens.shape["pos"] > self.config.positions:
             raise UserError(
-                "A sequence is no longer than the model's learned positions.",
+                "A sequence cannot be longer than the model's learned positions.",
                 seen=f"pos={tokens.shape['pos']}, positions={self.config.positions}",
                 where="tokens",
                 fix=f"cut the sequence to {self.config.positions}, or train a model with more positions",

@@ -43,7 +43,7 @@ class GptOssConfig:
     experts: fields.Experts
     experts_per_token: fields.ExpertsPerToken
     swiglu_limit: float = 7.0
-    """Bound on the inputs of an expert's gate. Set it as an imported model has it."""
+    """Bound on the inputs of an expert's gate. Set it to the value of an imported model."""
     rope_theta: fields.RopeTheta
     rope_scaling: fields.RopeScaling = None
     norm_eps: fields.RMSNormEps = 1e-5
@@ -58,7 +58,8 @@ class GptOssConfig:
         check_count(self.experts_per_token, self.experts, "model.experts_per_token", self.routing)
         if self.layers % 2:
             raise UserError(
-                "Blocks come in pairs: one that sees a window, and one that sees everything.",
+                "`layers` must be even: blocks come in pairs, one that attends to a window and one that attends to "
+                "everything.",
                 seen=f"layers={self.layers}",
                 where="model.layers",
                 fix=f"use an even number, {self.layers + 1} for example",

@@ -58,10 +58,10 @@ def _from_hub(hub: Mapping) -> dict:
     layers = hub["num_hidden_layers"]
     if (kinds := hub.get("layer_types") or _kinds(layers)) != _kinds(layers):
         raise UserError(
-            "A GPT-OSS's layers see a window and everything in turns, a window first.",
+            "The layers of a GPT-OSS must alternate between sliding-window and full attention, a window first.",
             seen=f"layer_types: {', '.join(kinds)}",
             where="config.json",
-            fix="use a model whose layers take turns",
+            fix="use a model whose layers alternate",
         )
     return {
         **from_hub(hub),

@@ -47,7 +47,7 @@ class GPTJConfig:
         fields.check_heads_divide(self)
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise UserError(
-                "Rotary positions turn pairs of elements of a head.",
+                "`rotary_dim` must be even and at most the width of a head.",
                 seen=f"rotary_dim={self.rotary_dim}, embed / heads = {self.head_dim}",
                 where="model.rotary_dim",
                 fix=f"use an even size up to {self.head_dim}",

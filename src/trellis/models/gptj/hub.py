@@ -28,7 +28,7 @@ _KEYS = {
 def _to_hub(config: GPTJConfig, positions: int) -> dict:
     if config.rope_theta != 10000.0:
         raise UserError(
-            "A GPT-J in a Hugging Face folder has rotary frequencies of base 10000.",
+            "A GPT-J in a Hugging Face folder must have rotary frequencies of base 10000.",
             seen=f"rope_theta={config.rope_theta}",
             where="model.rope_theta",
             fix="train with model.rope_theta 10000",

@@ -105,7 +105,7 @@ def _scaling(rope: Mapping) -> Scaling | None:
     if kind == "yarn":
         return _yarn(rope)
     raise UserError(
-        "Rotary frequencies are scaled in a way that is known.",
+        "Rotary scaling must be of a known type.",
         seen=f"rope_type: {kind}",
         where="config.json",
         fix="use a model with the type default, linear, llama3 or yarn",

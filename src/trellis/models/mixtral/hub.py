@@ -40,8 +40,8 @@ def refuse_others(config, kind: str, *, allowed: Collection[str] = ()) -> None:
     for name, (value, theirs) in own.items():
         if value != theirs and name.removeprefix("routing.") not in allowed:
             raise UserError(
-                f"A {kind} in a Hugging Face folder picks experts by their probabilities alone, drops no token, and "
-                "has nothing beside its experts.",
+                f"A {kind} in a Hugging Face folder must pick experts by their probabilities alone, drop no token, "
+                "and have nothing beside its experts.",
                 seen=f"{name}={value}",
                 where=f"model.{name}",
                 fix=f"train with {'null' if theirs is None else str(theirs).lower()}",

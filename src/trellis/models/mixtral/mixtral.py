@@ -38,10 +38,10 @@ class MixtralConfig:
     experts: fields.Experts
     experts_per_token: fields.ExpertsPerToken
     shared_mlp: int | None = None
-    """Width of a block that all tokens go through beside their experts; null has none. Set it, say to an expert's
-    width, if experts learn the same things."""
+    """Width of the shared expert, which all tokens go through; null for none. Set it, to an expert's width for example,
+    if experts learn the same things."""
     expert_biases: bool = False
-    """Whether experts' products have biases. Set it as an imported model has it."""
+    """Whether experts' products have biases. Set it to the value of an imported model."""
     rope_theta: fields.RopeTheta
     rope_scaling: fields.RopeScaling = None
     norm_eps: fields.RMSNormEps = 1e-5

@@ -53,9 +53,9 @@ def pipeline_axis(layers: Axis) -> str | None:
         return None
     written = f"'{'/'.join((layers.name, *axes))}'"
     if len(axes) > 1:
-        raise NamesError(f"a pipeline runs along one mesh axis, got {written}: choose one of them")
+        raise NamesError(f"a pipeline must run along one mesh axis, got {written}: choose one of them")
     if mode_of(layout.mesh) != "explicit":
-        raise NamesError(f"a pipeline needs a mesh in explicit mode, got {written} in auto mode: change the mode")
+        raise NamesError(f"a pipeline needs a mesh in explicit mode, got {written} in auto mode: make an explicit mesh")
     return axes[0]
 
 
@@ -71,8 +71,8 @@ def microbatches_of(layout: Layout, axis: str, batch: int) -> int:
     count = layout.pipeline_microbatches or max((n for n in fits if n <= 4 * layout.mesh.shape[axis]), default=0)
     if count not in fits:
         raise NamesError(
-            f"a pipeline's microbatches cut every slice of the batch into equal parts, got {count} for "
-            f"{BATCH}={batch} in {copies} slices: "
+            f"a pipeline's microbatches must divide every slice of the batch evenly, got {count} for {BATCH}={batch} "
+            f"in {copies} slices: "
             + (f"use one of {', '.join(map(str, fits))} as pipeline_microbatches" if fits else "use a larger batch")
         )
     return count
@@ -102,8 +102,8 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
     carried = len(flat(x))
     if not all(travels[:carried]):
         raise NamesError(
-            f"a pipeline cuts what it carries into microbatches, got a value without the name '{BATCH}': carry named "
-            f"arrays that have it, or take '{layers.name}' out of the layout's compute"
+            f"every value that a pipeline carries must have the name '{BATCH}', got one without it: carry named "
+            f"arrays that have it, or remove '{layers.name}' from the layout's compute"
         )
     travelling = [leaf for leaf, does in zip(leaves, travels, strict=True) if does]
     plan = _Plan.of(layers, axis, travelling[0].shape[BATCH])
@@ -263,8 +263,8 @@ def _leading(p, layers: Axis):
         return p
     if BATCH in p.names:
         raise NamesError(
-            f"a pipeline cuts '{BATCH}', which its layers have none of, got a parameter {p.type}: rename it there, or "
-            f"take '{layers.name}' out of the layout's compute"
+            f"the layers of a pipeline cannot have the name '{BATCH}', got a parameter {p.type}: rename it there, or "
+            f"remove '{layers.name}' from the layout's compute"
         )
     if layers.name not in p.names:
         return broadcast_to(p, {layers.name: layers.size, **p.shape})

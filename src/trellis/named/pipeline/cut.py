@@ -71,8 +71,8 @@ def before(name: str, function: Callable, *args) -> Fold:
         except _Reached as reached:
             return reached.fold
     raise NamesError(
-        "a pipeline is cut at a stack of layers, got a program that calls none: call the model's `layers.fold`, or "
-        "take the layers out of the layout's compute"
+        "a pipeline needs a stack of layers, got a program that calls none: call the model's `layers.fold`, or remove "
+        "the layers from the layout's compute"
     )
 
 
@@ -88,9 +88,9 @@ def after(name: str, function: Callable, result: Any, *args) -> Any:
         met.append(fold)
         if len(met) > 1:
             raise NamesError(
-                f"a pipeline's layers are one stack, got a second one of {fold.stack.axis.size} "
-                f"'{fold.stack.axis.name}' after the first: make one stack of groups of layers, or take its name out "
-                "of the layout's compute"
+                f"a pipeline's layers must be one stack, got a second one of {fold.stack.axis.size} "
+                f"'{fold.stack.axis.name}' after the first: make one stack of groups of layers, or remove its name "
+                "from the layout's compute"
             )
         return result
 

@@ -45,9 +45,9 @@ class Parts:
         """
         if layers.size < stages * groups:
             raise NamesError(
-                f"every part of a pipeline has a layer, got {layers.size} '{layers.name}' in "
-                f"{groups} {'groups' if groups > 1 else 'group'} on each of {stages} stages: use numbers whose product "
-                f"is {layers.size} or less"
+                f"every part of a pipeline needs a layer, got {layers.size} '{layers.name}' in {groups} "
+                f"{'groups' if groups > 1 else 'group'} on each of {stages} stages: use numbers whose product is "
+                f"{layers.size} or less"
             )
         return Parts(layers.size, stages, groups)
 

@@ -214,9 +214,9 @@ class Pieces:
         """Refuses permutes: they involve all devices, in the backward pass too; a gather involves those named."""
         if _permutes(self.enter.closed.jaxpr):
             raise NamesError(
-                f"what comes before the '{self.source.name}' of a pipeline runs on its first stage alone, where no "
-                "permute may stand, got one, as of a ring along sliced positions: reach other slices by a gather or an "
-                "exchange (the layout's context), or take the positions or the layers out of the layout's compute"
+                f"code before the '{self.source.name}' of a pipeline runs on the first stage only and cannot contain "
+                "a permute, got one, as from a ring along sliced positions: reach other slices by a gather or an "
+                "exchange (the layout's context), or remove the positions or the layers from the layout's compute"
             )
 
     def _check_layers(self) -> None:
@@ -224,10 +224,10 @@ class Pieces:
         parts = self.source.parts
         if parts.uneven and any(_permutes(piece.closed.jaxpr) for piece in (self.layer, self.layer_back)):
             raise NamesError(
-                f"layers that permute (a ring along sliced positions, overlapped products) are as many on each stage "
-                f"of a pipeline, got {parts.layers} '{self.source.name}' in {parts.count} parts: use stages and groups "
-                "that divide them, or reach other slices by a gather or an exchange (the layout's context), and no "
-                "overlap"
+                "layers that permute (a ring along sliced positions, overlapped products) must be split evenly over "
+                f"the stages of a pipeline, got {parts.layers} '{self.source.name}' in {parts.count} parts: use "
+                "stages and groups that divide them, or reach other slices by a gather or an exchange (the layout's "
+                "context), and no overlap"
             )
 
     def _read_by(self, traced: Traced) -> list[int]:
@@ -238,8 +238,8 @@ class Pieces:
         """Refuses layers' arguments made of parameters: every stage makes them, and gradients would have to return."""
         if self._read_by(self.context):
             raise NamesError(
-                "what all layers of a pipeline get is made of the batch alone, got an argument of the layers that is "
-                "made of parameters: give it to the layers as a part of what they carry"
+                "arguments shared by all layers of a pipeline must be made from the batch alone, got an argument of "
+                "the layers that is made from parameters: pass it to the layers as a part of what they carry"
             )
 
     def _made(self):

@@ -131,19 +131,22 @@ def _own_heads(q: NamedArray, k: NamedArray, v: NamedArray, *, ordered: bool) ->
 
     def refuse(rule: str, fix: str):
         seen = ", ".join(f"{name} {typeof(x)}" for name, x in zip("qkv", (q, k, v)))
-        raise NamesError(f"{rule}, got {seen}, in attention of a manual program: {fix}")
+        raise NamesError(f"{rule}, got {seen}, in attention in manual mode: {fix}")
 
     if head_dim or any(axes[3] for axes in of_keys):
-        refuse("scores sum over the whole of each head", "reshard 'head_dim' first")
+        refuse("'head_dim' must be whole, since scores sum over it", "reshard 'head_dim' first")
     if any(axes[1] for axes in of_keys):
-        refuse("queries see all keys", "reshard 'key_pos' first")
+        refuse("'key_pos' must be whole, since queries see all keys", "reshard 'key_pos' first")
     if pos and ordered:
-        refuse("a device's queries begin at position 0 of the keys", "reshard 'pos' first, or attend with causal=False")
+        refuse(
+            "'pos' must be whole, since a device's queries begin at position 0 of the keys",
+            "reshard 'pos' first, or attend with causal=False",
+        )
     own = []
     for x, axes in zip((k, v), of_keys):
         kv_heads = axes[2]
         if heads[: len(kv_heads)] != kv_heads:
-            refuse("key heads are sliced as the query heads that read them", "reshard 'kv_heads' first")
+            refuse("key heads must be sliced like the query heads that read them", "reshard 'kv_heads' first")
         place = Placement(jax.sharding.get_abstract_mesh(), heads=heads, kv_heads=kv_heads)
         part = place.own_heads(vary(x.array, (*batch, *pos, *heads)), q.array.shape[2])
         own.append(NamedArray(part, x.names, (*axes[:2], heads, axes[3])))
@@ -219,8 +222,9 @@ class _Places:
         if tuple(a for axes in by_kind.values() for a in axes) != pos:
             seen = ", ".join(f"{a}: {kinds.get(a, 'gather')}" for a in pos)
             raise NamesError(
-                f"positions are sliced over axes of a ring, then over those that gather, then over those that exchange,"
-                f" got 'pos/{'/'.join(pos)}' with {seen}, in attend: write them in this order in the layout's compute"
+                "positions must be sliced over axes of a ring first, then over those that gather, then over those "
+                f"that exchange, got 'pos/{'/'.join(pos)}' with {seen}, in attend: write them in this order in the "
+                "layout's compute"
             )
         near = window is not None and window < k.shape["key_pos"]
         key_pos = by_kind["ring"] + (by_kind["gather"] if near else ())  # neighbours see all that a window shows

@@ -87,7 +87,7 @@ def dot_product_attention(
     """
     _check(q, k, v, window, segment_ids, sinks, implementation)
     if logit_softcap is not None:
-        fix = "pass a number of Python's; scale may be an array"
+        fix = "pass a Python number; scale may be an array"
         logit_softcap = number_of(logit_softcap, "logit_softcap", "attention", fix)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(scale, jax.Array):
@@ -118,15 +118,15 @@ def _sliced(place: Placement, q, k, chosen: str, *, pattern: Pattern, scale, log
     pieces = 2 * place.shards(place.pos)
     if q.shape[1] != k.shape[1]:
         raise AttentionError(
-            f"queries that lie in slices of positions are as many as keys, got pos={q.shape[1]} and "
+            f"sliced queries and keys must have the same number of positions, got pos={q.shape[1]} and "
             f"key_pos={k.shape[1]} over {'/'.join(place.pos)}, in attention: exchange positions for heads (the "
             "layout's context, exchange), or leave pos whole"
         )
     if q.shape[1] % pieces:
         raise AttentionError(
-            f"positions in slices are cut into two pieces a device, the same for queries and keys, got pos={q.shape[1]}"
-            f" and key_pos={k.shape[1]} over {'/'.join(place.pos)}, {pieces} pieces, in attention: "
-            f"use a length that {pieces} divides"
+            "positions in slices must divide into two pieces a device, the same for queries and keys, got "
+            f"pos={q.shape[1]} and key_pos={k.shape[1]} over {'/'.join(place.pos)}, {pieces} pieces, in attention: "
+            f"use a length that is divisible by {pieces}"
         )
     kernels = _tiles(chosen, q, scale=scale, logit_softcap=logit_softcap, upcast=upcast)
     layout = current_layout()
@@ -162,13 +162,13 @@ def _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation) -> s
     }
     layout = current_layout()
     if layout is not None and layout.mapped:  # as of JAX 0.10.2
-        why = "kernels do not run mapped over mesh axes, as evaluation through a pipeline's stages is"
+        why = "kernels cannot run mapped over mesh axes, as in evaluation through a pipeline's stages"
         refuses = dict.fromkeys(refuses, lambda: why)
     if implementation != "auto":
         if reason := refuses[implementation]():
             raise AttentionError(
-                f"an implementation computes what it is asked, got {implementation!r}: {reason}, "
-                f"in attention(implementation={implementation!r}): use implementation='auto'"
+                f"an implementation must support the attention it is asked for, got {implementation!r}: {reason}, in "
+                f"attention(implementation={implementation!r}): use implementation='auto'"
             )
         return implementation
     best = {"cuda": "cudnn", "tpu": "splash"}.get(platform_of(q))
@@ -179,8 +179,8 @@ def _check(q, k, v, window, segment_ids, sinks, implementation) -> None:
     where = "in attention"
     if implementation not in IMPLEMENTATIONS:
         raise AttentionError(
-            f"attention has the implementations {', '.join(IMPLEMENTATIONS)}, got {implementation!r}, {where}: "
-            "use one of them"
+            f"the implementation of attention must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}, "
+            f"{where}: use one of them"
         )
     if (
         q.ndim != 4
@@ -191,30 +191,30 @@ def _check(q, k, v, window, segment_ids, sinks, implementation) -> None:
         or q.shape[3] != k.shape[3]
     ):
         raise AttentionError(
-            "q is 'batch pos heads head_dim', k and v are 'batch key_pos kv_heads head_dim', got shapes "
-            f"{q.shape}, {k.shape}, {v.shape}, {where}: reshape or reorder the dimensions"
+            f"q must be 'batch pos heads head_dim', k and v 'batch key_pos kv_heads head_dim', got shapes {q.shape}, "
+            f"{k.shape}, {v.shape}, {where}: reshape or reorder the dimensions"
         )
     if q.shape[2] % k.shape[2]:
         raise AttentionError(
-            f"each key head serves the same number of query heads, got heads={q.shape[2]}, kv_heads={k.shape[2]}, "
+            f"each key head must serve the same number of query heads, got heads={q.shape[2]}, kv_heads={k.shape[2]}, "
             f"{where}: make heads a multiple of kv_heads"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise AttentionError(
-            f"q, k and v have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}, {where}: cast them to one"
+            f"q, k and v must have the same dtype, got {q.dtype}, {k.dtype}, {v.dtype}, {where}: cast them to one"
         )
     if sinks is not None and sinks.shape != (q.shape[2],):
         raise AttentionError(
-            f"sinks are one score a head, got shape {sinks.shape} for heads={q.shape[2]}, {where}: pass 'heads'"
+            f"sinks must be one score per head, got shape {sinks.shape} for heads={q.shape[2]}, {where}: pass 'heads'"
         )
     if window is not None and window < 1:
         raise AttentionError(
-            f"a window holds at least the query itself, got window={window}, {where}: use 1 or more, or None"
+            f"a window must hold at least the query itself, got window={window}, {where}: use 1 or more, or None"
         )
     if segment_ids is not None:
         shapes = tuple(ids.shape for ids in segment_ids)
         if shapes != (q.shape[:2], k.shape[:2]):
             raise AttentionError(
-                f"segment_ids are a pair of 'batch pos' and 'batch key_pos', got shapes {shapes} for q {q.shape} and "
-                f"k {k.shape}, {where}: pass (query_ids, key_ids)"
+                f"segment_ids must be a pair of 'batch pos' and 'batch key_pos', got shapes {shapes} for q {q.shape} "
+                f"and k {k.shape}, {where}: pass (query_ids, key_ids)"
             )

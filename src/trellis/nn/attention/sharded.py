@@ -132,24 +132,25 @@ def placement_of(q, k, v, segment_ids) -> Placement:
         raise PlacementError(f"{rule}, got {shown}, in attention: {fix}")
 
     if any(state.pending for state in states):
-        fail("attention is not linear, so no operand is a pending sum", "settle it first, with reshard")
+        fail("attention is not linear, so no operand can be a pending sum", "settle it first with reshard")
     key_pos, kv_heads = states[1].axes[1:3]
     if key_pos and q.shape[1] != k.shape[1]:
-        fail("queries and keys that lie in slices of positions are as many of one as of the other",
+        fail("sliced queries and keys must have the same number of positions",
              "exchange positions for heads (the layout's context, exchange), or leave pos whole")  # fmt: skip
     if key_pos != pos[: len(key_pos)]:
-        fail("keys and values are whole along key_pos, or sliced over the mesh axes of pos or the major ones of them",
+        fail("keys and values must be whole along key_pos, or sliced over the mesh axes of pos or its major ones",
              "gather them first: reshard('... key_pos/x ... -> ... key_pos')")  # fmt: skip
     for state in states[1:]:
         if state.axes[0] != batch or state.axes[1:3] != (key_pos, kv_heads):
-            fail("queries, keys and values are sharded alike along batch, keys and values alike",
+            fail("queries, keys and values must be sharded the same way along batch, keys and values along all "
+                "dimensions",
                  "reshard one of them")  # fmt: skip
         if head_dim or state.axes[3]:
-            fail("head_dim is whole", "gather it first, or shard heads instead")
+            fail("head_dim must be whole", "gather it first, or shard heads instead")
     mesh = jax.typeof(q).sharding.mesh
     place = Placement(mesh, batch, pos, heads, key_pos, kv_heads, tuple(state.copied for state in states))
     local, groups = q.shape[2] // place.shards(heads), q.shape[2] // k.shape[2]
     if kv_heads != heads and (kv_heads != heads[: len(kv_heads)] or (local % groups and groups % local)):
-        fail("kv_heads are sharded as heads are, or less where each device's heads read whole kv heads",
+        fail("kv_heads must be sharded like heads, or less if each device's heads read whole kv heads",
              "shard kv_heads like heads, or leave both whole")  # fmt: skip
     return place

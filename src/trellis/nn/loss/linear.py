@@ -153,9 +153,9 @@ def _vocab_chunks(states: list[State], x, unembed, targets, chunk_bytes: int | N
     alone = not (sides[0] and sides[1]) and set(sides[dim]) <= set(batch + pos) and not embed
     if not (alone and plain):
         raise LossError(
-            "an unembedding that is gathered in chunks is 'vocab embed' (vocab_first), with one dimension sliced, over "
-            f"mesh axes of the tokens only, and goes without bias, chunk and tiles of narrow numbers, {shown}: gather "
-            "it first, with reshard"
+            "an unembedding gathered in chunks must be 'vocab embed' (vocab_first), with one dimension sliced, over "
+            f"mesh axes of the tokens only, and without bias, chunk and tiles of narrow numbers, {shown}: gather it "
+            "first with reshard"
         )
     sizes = jax.typeof(x).sharding.mesh.shape
     devices, parts = (math.prod(sizes[a] for a in axes) for axes in (sides[dim], batch + pos))
@@ -168,8 +168,8 @@ def _bias_spec(bias, vocab: Axes) -> PartitionSpec:
     state = state_of(bias)
     if state.axes != (vocab,) or state.pending:
         raise LossError(
-            f"a bias is sharded as the vocabulary of the unembedding is, got bias {jax.typeof(bias).str_short()} for "
-            f"vocab over {'/'.join(vocab) or 'nothing'}, in linear_cross_entropy: reshard it"
+            f"a bias must be sharded like the vocabulary of the unembedding, got bias {jax.typeof(bias).str_short()} "
+            f"for vocab over {'/'.join(vocab) or 'nothing'}, in linear_cross_entropy: reshard it"
         )
     return PartitionSpec(vocab or None, reduced=state.copied)
 
@@ -200,7 +200,7 @@ def _local(
 
 def known_numbers(z_loss, logit_softcap, what: str) -> tuple[float, float | None]:
     """Refuses numbers that are values of the program, whose gradients the loss does not make."""
-    fix = "pass a number of Python's, or write the loss by name, of logits that are there (trellis.nn.cross_entropy)"
+    fix = "pass a Python number, or compute the loss from whole logits (trellis.nn.cross_entropy)"
     cap = None if logit_softcap is None else number_of(logit_softcap, "logit_softcap", what, fix)
     return number_of(z_loss, "z_loss", what, fix), cap
 
@@ -216,7 +216,7 @@ def _vocab_axes(states: list[State], x, unembed, vocab_first: bool) -> Axes:
     shown = _check_states(states, x, unembed)
     vocab, contracted = states[1].axes if vocab_first else states[1].axes[::-1]
     if states[0].axes[2] or contracted:
-        raise LossError(f"embed is whole in x and unembed, {shown}: gather it first, with reshard")
+        raise LossError(f"embed must be whole in x and unembed, {shown}: gather it first with reshard")
     return vocab
 
 
@@ -224,9 +224,11 @@ def _check_states(states: list[State], x, unembed) -> str:
     """Checks what must hold however the unembedding is sliced; returns the operands' types for further messages."""
     shown = f"got x {jax.typeof(x).str_short()}, unembed {jax.typeof(unembed).str_short()}, in linear_cross_entropy"
     if states[0].pending or states[1].pending:
-        raise LossError(f"the loss is not linear, so no operand is a pending sum, {shown}: settle it, with reshard")
+        raise LossError(f"the loss is not linear, so no operand can be a pending sum, {shown}: settle it with reshard")
     if states[2].axes != states[0].axes[:2]:
-        raise LossError(f"targets are sharded as x is, {shown}, targets sharded {states[2].axes}: reshard them like x")
+        raise LossError(
+            f"targets must be sharded like x, {shown}, targets sharded {states[2].axes}: reshard them like x"
+        )
     return shown
 
 
@@ -236,22 +238,22 @@ def _check(x, unembed, targets, weights, vocab_size, vocab_first, bias) -> None:
     if x.ndim != 3 or x.shape[-1] != embed or targets.shape != x.shape[:2]:
         layout = "vocab embed" if vocab_first else "embed vocab"
         raise LossError(
-            f"x is 'batch pos embed', unembed '{layout}', targets 'batch pos', got shapes {x.shape}, {unembed.shape}, "
-            f"{targets.shape}, {where}: reorder the dimensions, or change vocab_first"
+            f"x must be 'batch pos embed', unembed '{layout}' and targets 'batch pos', got shapes {x.shape}, "
+            f"{unembed.shape}, {targets.shape}, {where}: reorder the dimensions, or change vocab_first"
         )
     if weights is not None and weights.shape != targets.shape:
         raise LossError(
-            f"each token has a weight, got weights of shape {weights.shape} for targets {targets.shape}, {where}: "
+            f"each token needs a weight, got weights of shape {weights.shape} for targets {targets.shape}, {where}: "
             "pass weights of the targets' shape"
         )
     columns = math.prod(unembed.shape) // embed
     if bias is not None and bias.shape != (columns,):
         raise LossError(
-            f"a bias has one number for each column, got shape {bias.shape} for {columns} columns, {where}: "
-            "pass 'vocab' numbers, the padding's too"
+            f"a bias must have one number for each column, got shape {bias.shape} for {columns} columns, {where}: "
+            "pass 'vocab' numbers, including those of the padding"
         )
     if vocab_size is not None and not 0 < vocab_size <= columns:
         raise LossError(
-            f"the vocabulary is at most the unembedding's, got vocab_size={vocab_size} for {columns} columns, {where}: "
-            "pass the tokenizer's size, or pad the unembedding further"
+            f"the vocabulary must be from 1 to the size of the unembedding, got vocab_size={vocab_size} for {columns} "
+            f"columns, {where}: pass the tokenizer's size, or pad the unembedding further"
         )

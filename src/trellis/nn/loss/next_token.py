@@ -108,8 +108,9 @@ def _narrow(hidden: NamedArray, unembedding: NamedArray, weights, kind: Kind, z_
     """Both factors in narrow numbers, rounded where they are."""
     if kind not in ABLE:
         raise LossError(
-            f"products with an unembedding are narrow in {' or '.join(ABLE)}, whose numbers reach down to small "
-            f"chances, got {kind} for {typeof(unembedding)}, in next_token_loss: use one of these, or a whole product"
+            f"narrow products with an unembedding must be in {' or '.join(ABLE)}, which can represent small "
+            f"probabilities, got {kind} for {typeof(unembedding)}, in next_token_loss: use one of these, or a product "
+            "that is not narrow"
         )
     factors = (narrow_factor(x.array, kind) for x in (hidden, unembedding))
     counted = jnp.ones((), jnp.float32) if weights is None else weights.array

@@ -254,14 +254,14 @@ def check_axes(axes: Axes, where: str) -> None:
     mesh = jax.sharding.get_abstract_mesh()
     if missing := [a for a in axes if a not in mesh.shape]:
         raise ExpertsError(
-            "Experts are sliced over axes of the mesh.",
+            "Expert parallelism must use axes of the mesh.",
             seen=f"'{missing[0]}' where the mesh has {', '.join(mesh.axis_names) or 'no axes'}",
             where=where,
             fix="use one of these, or add it to the mesh",
         )
     if missing := [a for a in axes if a not in mesh.manual_axes]:
         raise ExpertsError(
-            "Tokens go to their experts in manual mode.",
+            "Tokens can be sent to their experts in manual mode only.",
             seen=f"'{missing[0]}', which is not manual here",
             where=where,
             fix="call it inside shard_map",
@@ -277,10 +277,10 @@ def enter(given: Sequence[Tokens], axes: Axes, slack: float, where: str) -> tupl
     check_axes(axes, where)
     if slack <= 0:
         raise ExpertsError(
-            "A buffer has room for some rows.",
+            "`slack` must be more than 0.",
             seen=f"slack={slack}",
             where=where,
-            fix="use 1 for the rows of an even load, 1.5 for half as many more",
+            fix="use 1 for room for an even load, 1.5 for half as much more",
         )
     varying = tuple(sorted({*varying_axes(*(a for mine in given for a in mine)), *axes}))
     return [tuple(vary(a, varying) for a in mine) for mine in given], varying

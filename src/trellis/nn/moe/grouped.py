@@ -23,6 +23,11 @@ def gathers(a: jax.Array) -> bool:
     return _kernels(a) in _GATHER
 
 
+def activates(rows: jax.Array) -> bool:
+    """Whether a kernel computes what experts do between their products, `trellis.nn.moe.activations`."""
+    return _kernels(rows) == "mosaic"
+
+
 def _kernels(a: jax.Array) -> str:
     return _KERNELS.get(platform_of(a), "blocks")
 

@@ -21,11 +21,11 @@ from trellis.nn.initializers import constant
 from trellis.nn.moe.config import EXPERT_WEIGHTS, Dispatch, Way
 from trellis.nn.moe.dispatch import as_returned, as_sent
 from trellis.nn.moe.exchange import ExpertsError, exchange_each, gather_experts
-from trellis.nn.moe.grouped import gathers, grouped_sums
+from trellis.nn.moe.grouped import activates, gathers, grouped_sums
 from trellis.nn.moe.hierarchical import hierarchical_each, parts_met
-from trellis.nn.moe.narrow import gradient_only, grouped_each, held, narrow_weights, unmarked
+from trellis.nn.moe.narrow import Held, gradient_only, grouped_each, held, narrow_weights, unmarked
 from trellis.nn.moe.routing import Choices
-from trellis.nn.moe.rows import Taken, local_experts
+from trellis.nn.moe.rows import local_experts
 from trellis.nn.moe.tiles import slower_than_a_copy
 from trellis.nn.parameters import Bias
 from trellis.notation import spec_of
@@ -224,7 +224,10 @@ def _mixed(
 
         def compute(rows, sizes, counted, taken=None):
             rows = rows if in_words else save(rows, "mlp_rows")
-            hidden = _hidden(rows, sizes, counted, (gate, up), added, gated, outer, taken)
+            products = grouped_each(rows, (gate, up), sizes, outer[:2], taken)
+            if activates(first.array):
+                return _activated(products, sizes, counted, added, gated, down)
+            hidden = _hidden(products, sizes, counted, added, gated)
             if taken is None:
                 return grouped_each(hidden, (down,), sizes, outer[2:])[0]
             return grouped_sums(hidden, down, sizes, taken, outer[2:])
@@ -297,11 +300,11 @@ def _mixed(
 def _mapped(way: str) -> ExpertsError:
     """Why JAX does not map what each device does with its tokens."""
     return ExpertsError(
-        "A mixture is mapped over nothing on a mesh, neither by vmap nor by a fold over layers that are a pipeline.",
+        "A mixture of experts on a mesh cannot be mapped, either by vmap or by a fold over layers in a pipeline.",
         seen=f"the way {way}",
         where="model.routing.way",
-        fix="use the way dense, or tr.map in place of vmap, or take the layers out of the layout's compute; the "
-        "trainer makes pipelines of mixtures",
+        fix="use the dense way, or tr.map instead of vmap, or remove the layers from the layout's compute (the "
+        "trainer can run mixtures in a pipeline)",
     )
 
 
@@ -313,20 +316,28 @@ def _gathered(before: NamedArray, after: jax.Array) -> tuple[int, int]:
     return dimension, math.prod(mesh.shape[axis] for axis in gone[dimension])
 
 
-def _hidden(
-    rows, sizes, counted, weights, added, gated_by: ClampedSwiGLU | None, outer, taken: Taken | None = None
-) -> jax.Array:
+def _activated(products, sizes, counted, added, gated_by: ClampedSwiGLU | None, down: jax.Array | Held) -> jax.Array:
+    """The last product by the kernels of a platform that has some for what comes before it."""
+    from trellis.nn.moe.activations import activate, activated_product
+
+    given = (*map(save, products, ("mlp_gate", "mlp_up")), counted, tuple(added))
+    if not isinstance(down, Held):
+        return activated_product(*given, down, sizes, gated_by)
+    return grouped_each(activate(*given, sizes, gated_by), (down,), sizes)[0]
+
+
+def _hidden(products, sizes, counted, added, gated_by: ClampedSwiGLU | None) -> jax.Array:
     """The operand of the last product of a device's experts, for rows sorted by expert, times how much each counts."""
-    gated, upped = grouped_each(rows, weights, sizes, outer[:2], taken)
+    gated, upped = products
     if added:
         # As a product: its gradient is one too, whose sums over rows are float32.
         group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(counted.shape[0]), side="right")
-        own = jax.nn.one_hot(group, sizes.shape[0], dtype=rows.dtype)
+        own = jax.nn.one_hot(group, sizes.shape[0], dtype=gated.dtype)
         mine = (group < sizes.shape[0])[:, None]  # the others may be NaN, and so may their gradients
         gated, upped = (jnp.where(mine, y + own @ bias, 0) for y, bias in zip((gated, upped), added, strict=True))
     gated, upped = save(gated, "mlp_gate"), save(upped, "mlp_up")
     hidden = jax.nn.silu(gated) * upped if gated_by is None else gated_by(gated, upped)
-    return (hidden.astype(jnp.float32) * counted[:, None]).astype(rows.dtype)
+    return (hidden.astype(jnp.float32) * counted[:, None]).astype(gated.dtype)
 
 
 def _weighted(choices: Choices, of_expert: NamedArray) -> NamedArray:
@@ -379,25 +390,25 @@ def check_way(way: Way, places: Places, platform: str) -> None:
     """
     if places.experts and way in EXCHANGES and places.shared != places.experts:
         raise ExpertsError(
-            "Tokens are exchanged along mesh axes that slice both experts and tokens.",
+            "Tokens can be exchanged only along mesh axes that slice both experts and tokens.",
             seen=f"{way}: experts/{'/'.join(places.experts)}, tokens/{'/'.join(places.batch + places.pos) or 'none'}",
             where="model.routing.way",
             fix="use gather or auto, or slice the batch over these axes too",
         )
     if way == "hierarchical" and len(places.experts) == 1:
         raise ExpertsError(
-            "A hierarchical exchange needs experts over two mesh axes or more, the slowest first.",
+            "A hierarchical exchange needs experts sliced over two mesh axes or more, the slowest first.",
             seen=f"hierarchical: experts/{places.experts[0]}",
             where="model.routing.way",
-            fix="use ragged or auto, or set mesh.expert_y to the hosts that experts are sliced over and mesh.expert to "
-            "the devices of one",
+            fix="use ragged or auto, or set mesh.expert_y to the number of hosts that experts are sliced over and "
+            "mesh.expert to the number of devices on each",
         )
     if places.experts and way == "ragged" and platform not in RAGGED:
         raise ExpertsError(
-            "A ragged exchange needs a backend that has one.",
+            "A ragged exchange needs a backend that supports it.",
             seen=f"way='ragged' on {platform}",
             where="model.routing.way",
-            fix=f"use slots or auto here; {' and '.join(RAGGED)} have it",
+            fix=f"use slots or auto here; {' and '.join(RAGGED)} support it",
         )
 
 

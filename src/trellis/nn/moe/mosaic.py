@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trellis.nn.moe.tiles import LANES, shaped
+from trellis.nn.moe.tiles import LANES, shaped, side_of, visits_of
 from trellis.program.said import grouped_work
 
 # The largest sides of a tile of the result; the larger they are, the fewer times rows are read. With float32 sums, and
@@ -46,7 +46,7 @@ def rows_gradient(
     tile, summed = _rows_of_a_tile(count, groups), [_whole_side(x.shape[1], SUMMED // len(d)) for x in d]
     across = _across(columns, tile, sum(summed) * dtype.itemsize)
     parts = [x.shape[1] // most for x, most in zip(d, summed, strict=True)]
-    visits, *tables = _visits(sizes, count, tile)
+    visits, *tables = visits_of(sizes, count, tile)
     pairs = [x for pair in zip(d, weights, strict=True) for x in pair]
     shape, given = shaped((count, columns), dtype, *tables, *pairs)
     specs, first = [], 0
@@ -123,8 +123,8 @@ def weights_gradient(
         interpret: runs the kernel on any backend, slowly.
     """
     (count, inner), columns, groups = rows.shape, d.shape[1], sizes.shape[0]
-    tile, down, across = _rows_of_a_tile(count, groups), _side(inner, DOWN), _side(columns, ACROSS)
-    visits, *tables = _visits(sizes, count, tile)
+    tile, down, across = _rows_of_a_tile(count, groups), side_of(inner, DOWN), side_of(columns, ACROSS)
+    visits, *tables = visits_of(sizes, count, tile)
     shape, given = shaped((groups, inner, columns), dtype, *tables, rows, d)
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=4,
@@ -190,27 +190,10 @@ def _gradient(group, place, begins, ends, rows, d, out, total, *, tile: int):
 
 def _across(columns: int, tile: int, num_bytes: int) -> int:
     """Columns of a tile of the result: as many as have room, if a row of all operands' tiles has `num_bytes` bytes."""
-    across = _side(columns, ACROSS)
+    across = side_of(columns, ACROSS)
     while across > LANES and 2 * (tile + across) * num_bytes > VECTOR_MEMORY * 3 // 4:  # each twice: one is on its way
-        across = _side(columns, max(across // 2 // LANES, 1) * LANES)
+        across = side_of(columns, max(across // 2 // LANES, 1) * LANES)
     return across
-
-
-def _visits(sizes, count: int, tile: int):
-    """The pairs of a group and a tile that has rows of it; an empty group is paired with any tile.
-
-    Returns:
-        How many there are, the group and the tile of each, and where each group begins and ends.
-    """
-    sizes = sizes.astype(jnp.int32)
-    ends = jnp.cumsum(sizes)
-    begins, tiles = ends - sizes, -(-count // tile)
-    first = jnp.minimum(begins // tile, tiles - 1)
-    last = jnp.cumsum(jnp.where(sizes > 0, (ends - 1) // tile - first + 1, 1))
-    number = jnp.arange(tiles + sizes.shape[0], dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(last, number, side="right").astype(jnp.int32), sizes.shape[0] - 1)
-    before = jnp.where(group > 0, last[group - 1], 0)
-    return last[-1], group, jnp.minimum(first[group] + number - before, tiles - 1), begins, ends
 
 
 def _rows_of_a_tile(count: int, groups: int) -> int:
@@ -220,12 +203,6 @@ def _rows_of_a_tile(count: int, groups: int) -> int:
 
 
 def _whole_side(size: int, most: int) -> int:
-    """`_side` of what is summed, where no tile may reach past the end: all of it if nothing divides it."""
+    """`side_of` of what is summed, where no tile may reach past the end: all of it if nothing divides it."""
     sides = [side for side in range(LANES, min(most, size) + 1, LANES) if size % side == 0]
     return size if size <= most or not sides else sides[-1]
-
-
-def _side(size: int, most: int) -> int:
-    """The largest multiple of the lanes that divides the size; all of it if none does and it is small."""
-    sides = [side for side in range(LANES, most + 1, LANES) if size % side == 0]
-    return sides[-1] if sides else min(size, most)

@@ -49,7 +49,7 @@ def unmarked(weights: Sequence[NamedArray | Narrow]) -> tuple[Kinds, list[NamedA
     kinds = tuple(w.kind if isinstance(w, Narrow) else None for w in weights)
     if wrong := [kind for kind in kinds if kind is not None and (kind not in TYPES or TYPES[kind].in_blocks)]:
         able = " or ".join(kind for kind, types in TYPES.items() if not types.in_blocks)
-        raise NamesError(f"experts' products are narrow in {able}, got '{wrong[0]}', in mix: write one of these")
+        raise NamesError(f"narrow products of experts must be in {able}, got '{wrong[0]}', in mix: write one of these")
     return kinds, [w.weight if isinstance(w, Narrow) else w for w in weights]
 
 

@@ -103,30 +103,32 @@ def check_count(count: int, experts: int, place: str, routing: Routing = PLAIN) 
     """
     if experts % routing.groups:
         raise ExpertsError(
-            "Groups have as many experts each.",
+            "All groups must have the same number of experts.",
             seen=f"{experts} experts in {routing.groups} groups",
             where=place,
-            fix="use a number of groups that divides the experts",
+            fix="use a number of groups that divides the number of experts",
         )
     reached = experts // routing.groups * routing.groups_per_token
     if count > reached:
         some = f", those of {routing.groups_per_token} of {routing.groups} groups" if reached < experts else ""
         raise ExpertsError(
-            "A token goes to different experts.",
+            "A token cannot go to more experts than it can reach.",
             seen=f"{count} of {reached} experts{some}",
             where=place,
             fix=f"use {reached} at most",
         )
     if count < 2 and routing.normalize:
         raise ExpertsError(
-            "The weights of a token's experts add up to 1: of a single one it is always 1, and its router learns "
-            "nothing from the loss.",
+            "Normalized weights need two experts per token or more: a single weight is always 1, and the router "
+            "learns nothing from the loss.",
             seen=f"{count} of {experts} experts",
             where=place,
             fix="use 2 or more, or --model.routing.normalize false",
         )
     if count < 1:
-        raise ExpertsError("A token goes to an expert.", seen=f"{count} experts", where=place, fix="use 1 or more")
+        raise ExpertsError(
+            "A token must go to at least one expert.", seen=f"{count} experts", where=place, fix="use 1 or more"
+        )
 
 
 def limit(choices: Choices, experts: int, capacity: float) -> Choices:

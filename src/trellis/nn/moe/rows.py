@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis.named.backend import fences_gradients
+from trellis.mesh.manual.ops import vary, varying_axes
+from trellis.named.backend import fences_gradients, fences_sums
 
 # From rows sorted by expert, how many each expert has, and how much each row counts, to the experts' results.
 # Rows after the last expert's are meaningless and may be NaN, and so may their results.
@@ -37,10 +38,8 @@ def take_rows(x: jax.Array, index: jax.Array, copies: jax.Array) -> jax.Array:
 
 
 def _take_rows_backward(copies, d):
-    # Fenced: otherwise libtpu puts the additions into each product that reads the sum, but not the conversions to
-    # float32 before them, each of which then writes all rows.
     summed = _summed(d, copies)
-    return lax.optimization_barrier(summed) if fences_gradients(d) else summed, None, None
+    return lax.optimization_barrier(summed) if fences_gradients(d) or fences_sums(d) else summed, None, None
 
 
 take_rows.defvjp(lambda x, index, copies: (_rows(x, index), copies), _take_rows_backward)
@@ -59,11 +58,17 @@ def sum_rows(made: jax.Array, copies: jax.Array, index: jax.Array) -> jax.Array:
     >>> sum_rows(jnp.array([[1.0], [10.0]]), jnp.array([[0, 1], [2, 2]]), jnp.array([0, 0])).ravel().tolist()
     [11.0, 0.0]
     """
-    return _summed(made, copies)
+    return _sum_by_itself(made, copies)
+
+
+def _sum_by_itself(made, copies):
+    summed = _summed(made, copies)
+    return lax.optimization_barrier(summed) if fences_sums(made) else summed
 
 
 sum_rows.defvjp(
-    lambda made, copies, index: (_summed(made, copies), index), lambda index, d: (_rows(d, index), None, None)
+    lambda made, copies, index: (_sum_by_itself(made, copies), index),
+    lambda index, d: (_rows(d, index), None, None),
 )
 
 
@@ -125,10 +130,17 @@ def sort_by_expert(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array
     [[1, 3, 0, 2], [2, 0, 3, 1], [2, 0, 1]]
     """
     experts = jnp.where((experts < 0) | (experts >= count), count, experts)
-    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
-    place = jnp.argsort(order).astype(jnp.int32)
+    order = _order(experts)
+    place = _order(order)
     sizes = (experts[:, None] == jnp.arange(count)[None]).sum(0, dtype=jnp.int32)
     return order, place, sizes
+
+
+def _order(keys):
+    """`jnp.argsort`, stable. By JAX's type its result would be the same on all devices; a backward pass that begins
+    where a manual region has ended would then read one device's order for all."""
+    number = vary(lax.iota(jnp.int32, keys.shape[0]), varying_axes(keys))
+    return lax.sort((keys, number), num_keys=1, is_stable=True)[1]
 
 
 def local_experts(

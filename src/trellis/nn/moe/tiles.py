@@ -86,3 +86,31 @@ def tiles_of(sizes: jax.Array, rows: int) -> Tiles:
     sizes = sizes.astype(jnp.int32)
     ends, last = jnp.cumsum(sizes), jnp.cumsum(-(-sizes // rows))
     return Tiles(last[-1], ends - sizes, ends, last, rows)
+
+
+def visits_of(sizes: jax.Array, count: int, tile: int) -> tuple[jax.Array, ...]:
+    """The pairs of a group and a tile that has rows of it; an empty group is paired with any tile.
+
+    Args:
+        sizes: `i32["groups"]`.
+        count: of all rows there is room for.
+        tile: rows of a tile; unlike those of `tiles_of`, tiles begin where the rows do.
+
+    Returns:
+        How many there are, the group and the tile of each, and where each group begins and ends.
+    """
+    sizes = sizes.astype(jnp.int32)
+    ends = jnp.cumsum(sizes)
+    begins, tiles = ends - sizes, -(-count // tile)
+    first = jnp.minimum(begins // tile, tiles - 1)
+    last = jnp.cumsum(jnp.where(sizes > 0, (ends - 1) // tile - first + 1, 1))
+    number = jnp.arange(tiles + sizes.shape[0], dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(last, number, side="right").astype(jnp.int32), sizes.shape[0] - 1)
+    before = jnp.where(group > 0, last[group - 1], 0)
+    return last[-1], group, jnp.minimum(first[group] + number - before, tiles - 1), begins, ends
+
+
+def side_of(size: int, most: int) -> int:
+    """The largest multiple of the lanes that divides the size; all of it if none does and it is small."""
+    sides = [side for side in range(LANES, most + 1, LANES) if size % side == 0]
+    return sides[-1] if sides else min(size, most)

@@ -126,7 +126,13 @@ TARGETS: Mapping[str, Callable] = {
 }
 _NAMED_APART = ("tpu_custom_call", "__gpu$xla.gpu.triton")
 # By how the target begins, or the instruction's name if all kernels have one target.
-KERNELS: Mapping[str, Callable] = {**kernels.SPLASH, **kernels.FURTHER, **kernels.CUDNN, **kernels.GROUPED}
+KERNELS: Mapping[str, Callable] = {
+    **kernels.SPLASH,
+    **kernels.FURTHER,
+    **kernels.CUDNN,
+    **kernels.GROUPED,
+    **kernels.ACTIVATIONS,
+}
 
 
 def _custom_call(instruction: Instruction, machine) -> Callable:

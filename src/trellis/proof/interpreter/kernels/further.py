@@ -25,7 +25,7 @@ def kernel(name: str, instruction: Instruction, machine) -> Callable:
     """
     said = dict(re.findall(r"\b(queries|keys|block_queries|block_keys|softcap)\W+(\d+|None)", instruction.attributes))
     if len(said) < 5 or said.pop("softcap") != "None":
-        raise NotInterpreted(f"the kernel {name} of a tile that is not said, or with a soft cap")
+        raise NotInterpreted(f"the kernel {name} with an unknown tile, or with a soft cap")
     sizes = {name: int(number) for name, number in said.items()}
     causal = mask_said(machine.program.scopes(instruction)) is not None
     run = _gradient if name.startswith("attention_gradient") else _forward

@@ -80,7 +80,7 @@ def _check(following: np.ndarray, blocks: np.ndarray, seen: np.ndarray, width: i
         at = int(following[head, row, column]) * width
         part = seen[row * height : (row + 1) * height, at : at + width]
         if kind and (part.all() != (kind == 2) or not part.any()):
-            raise NotInterpreted("a splash mask other than the one that is said, or than a causal one")
+            raise NotInterpreted("a splash mask that is neither the declared one nor a causal one")
 
 
 def _results(kind: tuple, phase: str, own: dict[str, np.ndarray], seen: np.ndarray, residuals: bool) -> tuple:

@@ -1,0 +1,81 @@
+"""What experts compute between their products on TPUs (`trellis.nn.moe.activations`), in float32."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from trellis.inspect.hlo import Instruction
+from trellis.proof.interpreter.values import each
+
+
+def _forward(name: str, instruction: Instruction, machine) -> Callable:
+    kind, gate = machine.type(instruction), _gate(name)
+
+    def one(*values: np.ndarray) -> np.ndarray:
+        parts, (gated, upped, counted, *biases) = _sorted(values)
+        out = np.full(kind.shape, np.nan, gated.dtype)
+        for rows, *operands in _operands(parts, gated, upped, biases):
+            act, _ = gate(*operands)
+            out[rows] = (act * counted.reshape(-1)[rows, None]).astype(out.dtype)
+        return out
+
+    return lambda values, team: each(one, values, team)
+
+
+def _backward(name: str, instruction: Instruction, machine) -> Callable:
+    kinds, gate = machine.type(instruction), _gate(name)
+    wide = 3 - len(kinds) % 2  # arrays of rows: two gradients, and perhaps the last product's operand
+
+    def one(*values: np.ndarray) -> tuple[np.ndarray, ...]:
+        parts, (d, gated, upped, counted, *biases) = _sorted(values)
+        made = [np.full(kind.shape, np.nan, d.dtype) for kind in kinds[:wide]]
+        of_counted = np.full(counted.size, np.nan, np.float32)
+        of_biases = [np.zeros(kind.shape, np.float32) for kind in kinds[wide + 1 :]]
+        for group, (rows, *operands) in enumerate(_operands(parts, gated, upped, biases)):
+            act, slopes = gate(*operands)
+            of_out = d[rows].astype(np.float32)
+            of_counted[rows] = (of_out * act).sum(1)
+            mine = counted.reshape(-1)[rows, None]
+            changes = [of_out * mine * slope for slope in slopes]
+            for out, result in zip(made, (*changes, act * mine)):
+                out[rows] = result.astype(out.dtype)
+            for out, change in zip(of_biases, changes):
+                out[group, 0] = change.sum(0)
+        # Each part of the columns has its own sums, of which only the total is read.
+        sums = np.zeros(kinds[wide].shape, np.float32)
+        sums[0] = of_counted.reshape(sums.shape[1:])
+        return *made, sums, *of_biases
+
+    return lambda values, team: each(one, values, team)
+
+
+def _sorted(values) -> tuple[list[slice], list[np.ndarray]]:
+    """The rows of each group, which the kernel's last two tables say, and its other operands."""
+    tables = [v for v in values if v.ndim < 2]
+    return [slice(*bounds) for bounds in zip(*tables[-2:])], list(values[len(tables) :])
+
+
+def _operands(parts, gated, upped, biases):
+    """Each group's rows, and the two products there with their biases."""
+    for group, rows in enumerate(parts):
+        added = [bias[group].astype(np.float32) for bias in biases] or [0.0, 0.0]
+        yield rows, gated[rows].astype(np.float32) + added[0], upped[rows].astype(np.float32) + added[1]
+
+
+def _gate(name: str) -> Callable:
+    """A gate by the kernel's name: what it makes of two arrays, and its derivatives by both."""
+    found = re.search(r"ward_(\d+_\d+)_by_(\d+_\d+)", name)
+    limit, slope = (float(n.replace("_", ".")) for n in found.groups()) if found else (np.inf, 1.0)
+    more = 1.0 if found else 0.0
+
+    def gate(gated: np.ndarray, upped: np.ndarray):
+        x, y = np.minimum(gated, limit), np.clip(upped, -limit, limit) + more
+        share = 1 / (1 + np.exp(-slope * x))
+        by_gated = y * share * (1 + slope * x * (1 - share)) * (gated < limit)
+        return x * share * y, (by_gated, x * share * (np.abs(upped) < limit))
+
+    return gate
+
+
+KERNELS: dict[str, Callable] = {"experts_gate_forward": _forward, "experts_gate_backward": _backward}
