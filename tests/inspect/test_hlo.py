@@ -111,6 +111,25 @@ def test_a_loop_counted_in_its_backend_config_or_not_at_all():
     assert {row.times for row in collectives(unknown, MESH) if row.kind == "permute"} == {1}
 
 
+@pytest.mark.parametrize(
+    ("more", "step", "times"),
+    [
+        (lambda i, x: (x * x).sum() < 1e6, 1, 1),  # a sum begins with 0, which is no bound
+        (lambda i, x: x[0, 0] < 9.0, 1, 1),
+        (lambda i, x: i.astype(jnp.float32) < 9.0, 1, 1),
+        (lambda i, x: i <= 9, 1, 10),
+        (lambda i, x: i < 9, 3, 3),
+        (lambda i, x: i < 9, lambda i: 2 * i, 1),
+    ],
+)
+def test_a_loop_counts_by_an_integer_up_to_a_constant_alone(more, step, times):
+    def loop(x):
+        count = step if callable(step) else lambda i: i + step
+        return lax.while_loop(lambda c: more(*c), lambda c: (count(c[0]), jnp.tanh(c[1] @ c[1])), (jnp.int32(0), x))[1]
+
+    assert flops(compiled(loop, (32, 32))) == times * 2 * 32**3
+
+
 WRAPPED = """HloModule jit_f, num_partitions=8
 
 %async_computation (p: f32[8,16]) -> f32[8,16] {

@@ -102,6 +102,15 @@ def test_dead_code_moves_nothing():
     assert str(ledger(program, placed((8, 4), "data", None))) == "no communication"
 
 
+def test_a_number_that_fills_an_array_does_not_move():
+    mesh = tr.make_mesh(data=8)
+    like = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P()))
+    filled = lambda number: jnp.full((8,), number, out_sharding=P("data"))
+    with jax.set_mesh(mesh):
+        assert not ledger(lambda x: jnp.maximum(x, jax.reshard(filled(-1.0), P())), like).rows
+        assert ledger(lambda x: jnp.maximum(x, jax.reshard(filled(x[0]), P())), like).rows
+
+
 def test_the_same_value_moves_once():
     def program(x):
         return jax.reshard(x * 2, P(None, None)) + jnp.sin(jax.reshard(x * 2, P(None, None)))

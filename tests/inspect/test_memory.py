@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import trellis as tr
 from trellis.inspect import Buffer, Memory, NotEnoughMemory, live_bytes, live_memory, memory
 from trellis.program.trace import kind_of
 
@@ -119,6 +120,16 @@ def test_per_device_bytes_follow_the_sharding():
     assert hidden.num_bytes == LAYERS * BATCH * MLP * 4 // 8
     assert hidden.what == "f32[3 8/data 32/model]"
     assert found.compiled is None and found.peak == found.total
+
+
+def test_what_a_scatter_gathers_is_there():
+    """All but what a lookup's gradient scatters into zeros, which the compiler slices instead."""
+    arrays = tr.named(jnp.zeros((64, 4)), "vocab embed"), tr.named(jnp.zeros((32, 4)), "batch embed")
+    with tr.Layout(MESH, compute={"batch": "data", "vocab": "model"}):
+        table, rows, ids = (tr.shard(x, "compute") for x in (*arrays, tr.named(jnp.zeros(32, jnp.int32), "batch")))
+        found = memory(lambda table, ids, rows: table.at["vocab", ids].add(rows), table, ids, rows, compile=False)
+    whole = {b.what for b in found.buffers}
+    assert {"f32[vocab embed]", "f32[batch embed]"} <= whole
 
 
 def test_a_gathered_weight_that_is_kept_shows_as_one():

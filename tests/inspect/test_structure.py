@@ -244,6 +244,12 @@ def test_what_the_types_do_not_decide_is_no_fault():
     assert found(PROGRAM, (*ROWS, dataclasses.replace(ROWS[0], payload=64, note="the compiler chooses"))).right
 
 
+def test_a_while_loop_runs_unknown_times_and_what_it_moves_has_to_be_there():
+    turns = [dataclasses.replace(row, note="once a turn of a while loop") for row in ROWS]
+    assert found(PROGRAM, turns).right
+    assert not found(PROGRAM, (*turns, dataclasses.replace(turns[0], payload=64))).right
+
+
 def test_permutes_go_along_axes():
     mesh = {"data": 2, "model": 2}
     assert axes_of_pairs([(0, 1), (2, 3)], mesh) == ("model",)
@@ -354,7 +360,7 @@ def test_which_faults_are_certain():
 
 
 def _of_what_is_closed_over(a):
-    return a * jax.reshard(jax.reshard(jnp.full((8, 8), 2.0), jax.P("x")), jax.P()).sum()
+    return a * jax.reshard(jax.reshard(jnp.full((8, 8), 2.0) * 3.0, jax.P("x")), jax.P()).sum()
 
 
 def _of_an_argument(a):

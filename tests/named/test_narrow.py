@@ -281,3 +281,10 @@ def test_where_nothing_is_differentiated_only_narrow_numbers_move():
         weights = tr.shard(tr.ones({"layers": 3, "embed": 32, "mlp": 32}))
         rows = tr.ledger(layers, tr.ones({"batch": 16, "embed": 32}), weights).rows
     assert {row.dtype for row in rows if row.kind == "all-gather"} == {"i8"}
+
+
+def test_slices_that_would_cut_blocks_are_refused_by_the_names_of_the_array():
+    x, w = tr.named(np.ones((32, 96), np.float32), "batch embed"), tr.named(np.ones((96, 96), np.float32), "embed mlp")
+    with tr.Layout(tr.make_mesh(data=4, model=2), compute={"mlp": "data"}):
+        with pytest.raises(tr.NotationError, match="got mlp=96, 3 blocks of 32, over data=4, in a product"):
+            tr.named_jit(lambda x, w: tr.dot(x, tr.Narrow(w, "mxfp8"), over="embed"))(x, tr.shard(w))

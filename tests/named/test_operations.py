@@ -54,6 +54,10 @@ def test_operators_broadcast_by_name_in_any_order():
     expected = x.array * y.array.T[:, None, :] + s.array[None, :, None] - 1.0 / x.array
     assert out.names == ("batch", "pos", "embed")
     np.testing.assert_allclose(out.array, expected, rtol=1e-5)
+    with tr.Layout(tr.make_mesh(jax.devices()[:6], x=2, y=3), compute={"b": "y"}):
+        numbers = tr.arange(tr.Axis("a", 8))
+        with pytest.raises(tr.NotationError, match="by the mesh axes that slice it, got b=8 over y=3"):
+            tr.outer(tr.subtract, numbers, numbers.rename(a="b"))
     disjoint = tr.outer(tr.multiply, rand(a=2), rand(b=3))
     assert disjoint.shape == {"a": 2, "b": 3}
     with pytest.raises(NamesError, match=r"can broadcast only if one operand's names contain the other's.*in multiply"):

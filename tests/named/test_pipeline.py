@@ -235,6 +235,14 @@ def test_how_many_rows_there_are_is_no_number_in_a_layer(what):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rest", [{"layers": "data"}, {"layers": "data", "embed": "stage"}, {"layers": "data/stage"}])
+def test_layers_that_rest_over_another_axis_go_to_their_stages(rest):
+    expected = value_and_gradients(layers(), *inputs())
+    with Layout(make_mesh(jax.devices()[:4], stage=2, data=2), rest, {"layers": "stage", "batch": "data"}):
+        check_close(named_jit(value_and_gradients)(shard(layers()), *placed(*inputs())), expected)
+
+
+@pytest.mark.slow
 def test_without_a_use_of_the_layers_slices_they_are_gathered():
     """Layers sliced at rest only, and `scan`, which also gives each layer's value: no pipeline."""
     expected = through(layers(), *inputs())

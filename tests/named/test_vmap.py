@@ -54,6 +54,26 @@ def test_a_loss_per_example(layout, kind):
         np.testing.assert_allclose(per_example.sum("b"), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("layout", ["fsdp", "data", "fsdp and tensor", "fsdp over two"])
+def test_a_gradient_for_each_example_by_what_is_closed_over(layout):
+    """Whether it rests in slices of the mapped mesh axes or comes from NumPy; also if it is differentiated again."""
+    each = lambda w, x: tr.vmap(lambda x: tr.grad(lambda w: _loss(x, w))(w), "b")(x)
+    again = lambda w, x: (each(w, x), tr.grad(lambda w: (each(w, x) ** 2).sum())(w))
+    from_numpy, x = tr.named(W, "e o"), tr.named(X, "b e")
+    expected = jax.jit(again)(from_numpy, x)
+    with tr.Layout(tr.make_mesh(data=4, model=2), **LAYOUTS[layout]):
+        for w in (from_numpy, tr.shard(from_numpy)):
+            for run in (jax.jit(again), again):
+                for found, one in zip(run(w, x), expected, strict=True):
+                    np.testing.assert_allclose(found, one, rtol=1e-4, atol=1e-5)
+        gathered = tr.ledger(each, w, tr.shard(x, "compute")).per_kind()
+        assert set(gathered) <= {"all-gather"}
+        if layout == "fsdp":
+            with pytest.raises(MeshError, match="or take a gradient inside with tr.grad"):
+                tr.vmap(lambda x: jax.grad(lambda w: _loss(x, w).array)(w), "b")(x)
+
+
 def test_a_gathered_parameters_gradient_is_one_reduce_scatter():
     with tr.Layout(tr.make_mesh(data=8), params={"e": "data"}, compute={"b": "data"}):
         w, x = tr.shard(tr.ones({"e": 16, "o": 8})), tr.shard(tr.ones({"b": 8, "e": 16}), "compute")
@@ -124,9 +144,22 @@ def test_a_loop_that_ends_otherwise_for_each_row():
     expected = tr.vmap(counted, "b")(tr.named(X, "b e"))
     with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):
         np.testing.assert_allclose(tr.named_jit(tr.vmap(alone, "b"))(tr.from_numpy(X, "b e")), expected, rtol=1e-6)
-        with pytest.raises(MeshError, match="got a while_loop over slices that carries something else too") as error:
+        with pytest.raises(MeshError, match="a while_loop over slices that carries something else too") as error:
             tr.named_jit(tr.vmap(counted, "b"))(tr.from_numpy(X, "b e"))
         assert "use a scan of a fixed length and where" in str(error.value)
+
+
+def test_linear_algebra_is_mapped_one_row_after_the_other():
+    """JAX has no QR and no inverse over slices; its error comes while the program is lowered, or before."""
+    rows = np.stack([np.eye(4, dtype=np.float32) * (i + 2) for i in range(8)])
+    triangle = lambda x: tr.named(jnp.linalg.qr(x.array)[1], "i j")
+    inverse = lambda x: tr.named(jnp.linalg.inv(x.array), "i j")
+    with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):
+        x = tr.named(rows, "b i j")
+        for fn, run in ((triangle, tr.named_jit), (triangle, lambda f: f), (inverse, tr.named_jit)):
+            with pytest.raises(MeshError, match="tr.map"):
+                run(tr.vmap(fn, "b"))(x)
+        np.testing.assert_allclose(tr.named_jit(tr.map(inverse, "b"))(x), np.linalg.inv(rows), rtol=1e-5)
 
 
 UPDATES = {

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import trellis as tr
-from trellis.inspect import ledger
+from trellis.inspect import ledger, structure_of
 from trellis.inspect.collective import collectives_in
 from trellis.inspect.hlo import parse_program
 from trellis.notation import kind_of, parse_transition, spec_of
@@ -48,6 +48,20 @@ def test_what_is_one_step_in_the_notation_is_one_collective():
     for before, after, (kind, axes, _) in found:
         moves = [(move.kind, set(move.axes)) for move in transition(before, after, 4096, SIZES)]
         assert moves == ([] if kind in ("slice", "cast") else [(kind, set(axes))]), (before, after)
+
+
+def test_a_sum_over_the_axis_that_its_slices_go_to_is_whole():
+    """The gradient of slices that went to another mesh axis as copies, held against the compiled program."""
+    mesh = tr.make_mesh(jax.devices()[:4], x=2, z=2)
+    array = lambda shape, *spec: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, jax.P(*spec)))
+    moved = lambda x: tr.reshard("m/x k -> m/z k ~x", x)
+    gradient = jax.grad(lambda x, v: (jax.numpy.einsum("mk,nk->mn", moved(x), v) ** 2).sum())
+    args = array((24, 16), "x"), array((24, 16), "x")
+    with jax.set_mesh(mesh):
+        found, compiled = ledger(gradient, *args), jax.jit(gradient).lower(*args).compile()
+        assert structure_of(found, compiled, mesh).right
+    backward = [(row.kind, set(row.axes)) for row in found if row.direction == "backward"]
+    assert backward == [("all-reduce", {"x"}), ("permute", {"x", "z"})]
 
 
 @pytest.mark.parametrize(

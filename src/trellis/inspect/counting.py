@@ -7,17 +7,13 @@ if TYPE_CHECKING:
     from trellis.inspect.hlo import Instruction, Program
 
 _SAME = ("copy", "bitcast", "convert", "reshape", "broadcast")
-_ARITHMETIC = {
-    "subtract", "multiply", "divide", "remainder", "negate", "abs", "maximum", "minimum", "select", "clamp", "and",
-    "or", "shift-left", "shift-right-arithmetic", "shift-right-logical", "dynamic-slice", "reduce", "gather",
-    "custom-call",
-}  # fmt: skip
-_COMPUTED = "computed"  # a value that the text does not say
+_UNREAD = ("unread",)  # a value that the text does not say, or that is not followed
 _DEEPEST = 12  # how far back a value is followed
 
 
-def counted(program: "Program", loop: "Instruction") -> tuple[bool, int | None]:
-    """Whether a loop was seen to count, and how often it then runs: None if it starts or steps by what is computed.
+def counted(program: "Program", loop: "Instruction") -> int | None:
+    """How often a loop runs that counts in integers up to a constant; None for any other, and for one that starts or
+    steps by what is computed.
 
     >>> from trellis.inspect.hlo import parse_program
     >>> program = parse_program('''
@@ -40,7 +36,7 @@ def counted(program: "Program", loop: "Instruction") -> tuple[bool, int | None]:
     ...   ROOT loop = (s32[]) while(%start), condition=%more, body=%body
     ... }''')
     >>> counted(program, program.by_name["loop"])
-    (True, 4)
+    4
 
     Args:
         program: the whole text.
@@ -49,27 +45,27 @@ def counted(program: "Program", loop: "Instruction") -> tuple[bool, int | None]:
     called = loop.called()
     condition, body = (program.root(called.get(key, [""])[0]) for key in ("condition", "body"))
     if condition is None or body is None:
-        return False, None
+        return None
     match _read(program, condition, ()):
         case ("LT", ("element", int(place)), int(bound)) | ("GT", int(bound), ("element", int(place))):
             pass
+        case ("LE", ("element", int(place)), int(last)) | ("GE", int(last), ("element", int(place))):
+            bound = last + 1
         case _:
-            return False, None
+            return None
     terms = _terms(_element(program, body, place))
     if len(terms) < 2 or ("element", place) not in terms:
-        return False, None
+        return None
     terms.remove(("element", place))
     first = program.by_name[loop.operands[0]]
     for number, term in enumerate(terms):
         if isinstance(term, tuple) and term[0] == "element":  # a number that the loop carries along, or makes anew
             carried = _element(program, body, term[1]) == term
-            terms[number] = _number(_element(program, first, term[1])) if carried else _COMPUTED
-    start = _number(_element(program, first, place))
-    if any(isinstance(each, tuple) for each in (start, *terms)):
-        return False, None
-    if _COMPUTED in (start, *terms) or sum(terms) < 1:
-        return True, None
-    return True, max(0, -(-(bound - start) // sum(terms)))
+            terms[number] = _element(program, first, term[1]) if carried else _UNREAD
+    start = _element(program, first, place)
+    if not all(isinstance(each, int) for each in (start, *terms)) or sum(terms) < 1:
+        return None
+    return max(0, -(-(bound - start) // sum(terms)))
 
 
 def _terms(value: Any) -> list[Any]:
@@ -79,23 +75,18 @@ def _terms(value: Any) -> list[Any]:
     return [value]
 
 
-def _number(value: Any) -> Any:
-    """A value before a loop: a sum of what the text does not say is computed, too."""
-    return _COMPUTED if isinstance(value, tuple) and value[0] == "sum" else value
-
-
 def _element(program: "Program", instruction: "Instruction", place: int) -> Any:
     """What an element of a tuple is."""
     if instruction.op == "tuple":
         return _read(program, program.by_name[instruction.operands[place]], ())
     if instruction.op in ("copy", "fusion"):
         whole = _read(program, instruction, ())
-        return whole[place + 1] if isinstance(whole, tuple) and whole[0] == "tuple" else ("unread",)
-    return ("unread",)
+        return whole[place + 1] if isinstance(whole, tuple) and whole[0] == "tuple" else _UNREAD
+    return _UNREAD
 
 
 def _read(program: "Program", instruction: "Instruction", given: tuple, deep: int = 0) -> Any:
-    """A number; ("element", its place in the state of a loop); a sum; a comparison; `_COMPUTED`; or what was not read.
+    """A number; ("element", its place in the state of a loop); a sum; a comparison; or `_UNREAD`. Numbers are integers.
 
     Args:
         program: the whole text.
@@ -104,23 +95,24 @@ def _read(program: "Program", instruction: "Instruction", given: tuple, deep: in
         deep: how many instructions it was followed through.
     """
     if deep > _DEEPEST:
-        return ("unread",)
+        return _UNREAD
+    integer = re.match(r"[su]\d", instruction.type) is not None  # a float's constant may look like one
     operands = [program.by_name[name] for name in instruction.operands if name in program.by_name]
     within = lambda each: _read(program, each, given, deep + 1)
     if instruction.op == "constant":
-        return int(instruction.literal) if re.fullmatch(r"-?\d+", instruction.literal) else ("unread",)
+        return int(instruction.literal) if integer and re.fullmatch(r"-?\d+", instruction.literal) else _UNREAD
     if instruction.op == "parameter":
         if given:
             return given[int(instruction.literal)]
         entry = program.homes[instruction.name] == program.entry
-        return _COMPUTED if entry else ("state",)
+        return _UNREAD if entry else ("state",)
     if instruction.op in _SAME and len(operands) == 1:
         return within(operands[0])
     if instruction.op == "get-tuple-element":
         index, whole = int(instruction.attribute("index") or 0), within(operands[0])
         if isinstance(whole, tuple) and whole[0] == "tuple":
             return whole[index + 1]
-        return ("element", index) if whole == ("state",) else ("unread",)
+        return ("element", index) if whole == ("state",) and integer else _UNREAD
     if instruction.op == "tuple":
         return ("tuple", *map(within, operands))
     if instruction.op == "add":
@@ -129,5 +121,5 @@ def _read(program: "Program", instruction: "Instruction", given: tuple, deep: in
         return (instruction.attribute("direction"), *map(within, operands))
     if instruction.op == "fusion":
         inner = program.root(instruction.called().get("calls", [""])[0])
-        return _read(program, inner, tuple(map(within, operands)), deep + 1) if inner and operands else ("unread",)
-    return _COMPUTED if instruction.op in _ARITHMETIC else ("unread",)
+        return _read(program, inner, tuple(map(within, operands)), deep + 1) if inner and operands else _UNREAD
+    return _UNREAD

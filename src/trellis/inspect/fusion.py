@@ -92,7 +92,8 @@ def _partitioned_lookup(operation: Operation) -> bool:
     """A lookup by sharded indices, which is whole by its types and which the compiler partitions.
 
     `table.at[ids].get(out_sharding=...)` is traced as a lookup of everything and a slice of it, its gradient as a
-    gather of all updates and a scatter of them; the compiler does the slice first, and does not gather the updates.
+    gather of all updates and a scatter of them into zeros; the compiler does the slice first, and does not gather the
+    updates. Those of an array that is there are gathered.
     """
     result = operation.results[0] if operation.results else None
     readers = _readers(operation)
@@ -100,8 +101,15 @@ def _partitioned_lookup(operation: Operation) -> bool:
     if operation.name == "gather" and names == {"reshard"}:
         return all(reader.results[0].num_bytes < result.num_bytes for reader in readers)
     if operation.name == "reshard" and names and names <= {"scatter-add", "gather"}:
-        return result.num_bytes > operation.operands[0].num_bytes
+        return result.num_bytes > operation.operands[0].num_bytes and not any(map(_updates_an_array, readers))
     return False
+
+
+def _updates_an_array(operation: Operation) -> bool:
+    """Whether it scatters into something other than a constant's broadcast."""
+    target = operation.operands[0]
+    made = target.maker is not None and target.maker.name == "broadcast_in_dim"
+    return operation.name.startswith("scatter") and not (made and target.maker.operands[0].literal is not None)
 
 
 def _has_epilogue(operation: Operation, body: Body) -> bool:

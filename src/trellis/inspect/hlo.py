@@ -224,8 +224,7 @@ class Program:
         return made[0] if len(made) == 1 else ""
 
     def trip_count(self, loop: Instruction, load: float | None = None) -> int | None:
-        """How often a `while` runs: from `known_trip_count`, from how it counts (`counting.py`), or, if that cannot be
-        read, from a condition that compares with a constant.
+        """How often a `while` runs, from `known_trip_count` or from how it counts (`counting.py`); None if unknown.
 
         Args:
             loop: the instruction.
@@ -235,17 +234,9 @@ class Program:
         known = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes)
         if known:
             return int(known[1])
-        seen, turns = counted(self, loop)
+        turns = counted(self, loop)
         if turns is not None:
             return turns
-        condition = self.computations.get(loop.called().get("condition", [""])[0], [])
-        constants = [int(i.literal) for i in condition if i.op == "constant" and re.fullmatch(r"-?\d+", i.literal)]
-        for instruction in condition:  # the bound may be compared inside a fusion that takes it as an operand
-            for called in instruction.called().get("calls", []):
-                inner = self.computations.get(called, [])
-                constants += [int(i.literal) for i in inner if i.op == "constant" and re.fullmatch(r"-?\d+", i.literal)]
-        if not seen and len(set(constants)) == 1:
-            return constants[0]
         return None if load is None else turns_in(loop.quoted("op_name") or "", load)
 
     def walk(self, *, fusions: bool = True, load: float | None = None) -> Iterator[tuple[Instruction, int, str]]:

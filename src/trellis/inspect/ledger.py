@@ -9,10 +9,10 @@ collectives are operations themselves. What the types do not decide is left to t
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from trellis.inspect.rows import Ledger, Row
+from trellis.inspect.rows import EACH_TURN, Ledger, Row
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_resettled, trace
-from trellis.program.flow import Parameters, constants, repeats, roles, zeros
+from trellis.program.flow import Parameters, constants, repeats, roles, uniform, zeros
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied, States
@@ -68,7 +68,7 @@ class _Rows:
     def __init__(self, program: Program, load: float | None):
         self.sizes, self.states, self.roles, self.load = program.mesh, States(program.mesh), roles(program), load
         self.parameters, self.repeats, self.zeros = Parameters(program), repeats(program), zeros(program)
-        self.constants = constants(program)
+        self.constants, self.uniform = constants(program), uniform(program)
 
     def of(self, body: Body) -> list[Row]:
         return [row for operation in body.operations for row in self.operation(operation)]
@@ -78,7 +78,7 @@ class _Rows:
         if operation.name == "while":
             rows = [row for rows in inside for row in rows]
             if self.load is None:
-                yield from (_noted(row, "once a turn of a while loop") for row in rows)
+                yield from (_noted(row, EACH_TURN) for row in rows)
             elif turns := turns_said(operation, self.load):
                 yield from (dataclasses.replace(row, times=row.times * turns) for row in rows)
         elif operation.name == "cond":
@@ -92,7 +92,7 @@ class _Rows:
     def moved(self, operation: Operation) -> Iterator[Row]:
         """What an operation with no others inside moves. Equal values move once; by hand, each as written."""
         twin, by_hand = self.states.again(operation), operation.name in COLLECTIVES
-        if self.of_zeros(operation) or (twin and not by_hand):
+        if self.of_zeros(operation) or self.of_one_number(operation) or (twin and not by_hand):
             return
         if by_hand:
             for move, before, after, note in moves(operation, self.sizes):
@@ -105,6 +105,11 @@ class _Rows:
     def of_zeros(self, operation: Operation) -> bool:
         """Whether it would move zeros, which compilers do not."""
         return bool(operation.inputs) and self.zeros.issuperset(operation.inputs)
+
+    def of_one_number(self, operation: Operation) -> bool:
+        """Whether it would move slices of an array that is one known number throughout: each device makes its own."""
+        slices = operation.name == "reshard" and not self.states[operation.operands[0]].pending
+        return slices and operation.operands[0] in self.uniform
 
     def row(self, move: Move, aval, what: str, operation: Operation, note: str) -> Row:
         ragged = operation.name == "ragged_all_to_all"

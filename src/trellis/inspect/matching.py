@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from trellis.inspect.collective import Collective
 from trellis.inspect.hlo import item_bits
-from trellis.inspect.rows import Row
+from trellis.inspect.rows import EACH_TURN, Row
 from trellis.inspect.ways import WAYS, Key, Recipe
 
 # Collectives that move copies: what an equal one has moved need not be moved again.
@@ -78,8 +78,8 @@ class Match:
 
     @property
     def certain(self) -> bool:
-        """Whether the types alone decide what it is."""
-        return not self.row.note
+        """Whether the types alone decide what it is, though perhaps not how often it runs."""
+        return set(self.row.note.split("; ")) <= {"", EACH_TURN}
 
     @property
     def what(self) -> str:

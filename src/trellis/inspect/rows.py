@@ -12,6 +12,7 @@ from trellis.figures.text import aligned
 from trellis.program.moves import KINDS, wire_bytes
 
 DIRECTIONS = ("forward", "recomputed", "backward", "update", "")
+EACH_TURN = "once a turn of a while loop"  # the note of a row that runs as often as nobody knows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

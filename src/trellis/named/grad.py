@@ -12,6 +12,7 @@ from trellis.named.arguments import shown
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import NamesError
 from trellis.named.operand import no_copies
+from trellis.named.placing import of_each_device
 from trellis.notation import TypeMismatch, typeof
 
 # The mesh axes of a dimension, as JAX writes a type.
@@ -59,7 +60,7 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
     def call(*args, **kwargs):
         _check_arguments(args, argnums, fn)
         try:
-            (value, aux), gradients = differentiated(*args, **kwargs)
+            (value, aux), gradients = differentiated(*_of_each_device(args, argnums), **kwargs)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise_of_gradient(error, _name_of(fn))
             _raise_of_a_rule(error, _name_of(fn))
@@ -68,6 +69,15 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
         return ((value, aux) if has_aux else value), gradients
 
     return call
+
+
+def _of_each_device(args: tuple, argnums: int | tuple[int, ...]) -> list:
+    """The arguments, what is differentiated as it is inside of a `vmap` over slices."""
+    moved = list(args)
+    for number in argnums if isinstance(argnums, tuple | list) else (argnums,):
+        move = lambda x: of_each_device(x) if is_named(x) else x
+        moved[number] = jax.tree.map(move, args[number], is_leaf=is_named)
+    return moved
 
 
 def _check_value(value: Any, fn: Callable) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from trellis._compat import is_tracer
 from trellis.mesh.landing import put
 from trellis.mesh.layout import Layout, current_layout
+from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
 from trellis.named.arguments import function_of
 from trellis.named.array import NamedArray, check_rank, is_named
@@ -177,7 +178,15 @@ def named_jit(
     def used(*args, **kwargs):
         if donated:
             _check_given_once(donated + named, args, kwargs)
-        return compiled(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except Exception as error:  # of JAX 0.10.2 to 0.12.0, whose program for QR says nothing of slices
+            if not str(error).startswith("select `which` must be scalar"):
+                raise
+            raise MeshError(
+                "JAX computes a QR decomposition, and what is made of one, where no mesh axis slices the matrices, got "
+                "slices, in named_jit: map the function along the sliced name with tr.map instead of vmap"
+            ) from error
 
     call = using(used)
     for stage in ("lower", "trace"):

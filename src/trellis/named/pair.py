@@ -1,5 +1,8 @@
 """The product of two named arrays."""
 
+import math
+
+import jax
 import jax.numpy as jnp
 
 from trellis.mesh.manual.ops import mark_pending
@@ -9,7 +12,7 @@ from trellis.named.blocks import named_scales
 from trellis.named.narrow import Mark, Rounded, forms, product
 from trellis.named.operand import refuse_cut
 from trellis.named.placing import Assignment, assign, bring_to_product, from_product, move, to_layout
-from trellis.notation import Dim, Shape, spec_of
+from trellis.notation import Dim, NotationError, Shape, spec_of
 from trellis.notation.state import state_of
 
 Words = tuple[str, ...]
@@ -85,8 +88,25 @@ def moved(form: Rounded, names: Words, axes: tuple[Words, ...]) -> Rounded:
     scale = form.scale
     if scale.ndim:
         dims = tuple(d for d in range(scale.ndim) if scale.shape[d] != form.values.shape[d])
+        for d in dims if state_of(scale).mode == "explicit" else ():
+            _check_blocks(names[d], form.values.shape[d], scale.shape[d], axes[d], jax.typeof(scale).sharding.mesh)
         scale = move(named_scales(scale, names, dims), axes, frozenset()).array
     return form._replace(values=move(NamedArray(form.values, names), axes, frozenset()).array, scale=scale)
+
+
+def _check_blocks(name: str, size: int, blocks: int, over: Words, mesh) -> None:
+    """Refuses slices that would cut blocks of numbers that share a scale.
+
+    Raises:
+        NotationError: they would.
+    """
+    parts = math.prod(mesh.shape[axis] for axis in over)
+    if blocks % parts:
+        raise NotationError(
+            f"a slice of narrow numbers holds whole blocks, which share a scale, got {name}={size}, {blocks} blocks of "
+            f"{size // blocks}, over {'/'.join(over)}={parts}, in a product: make {name} a multiple of "
+            f"{size // blocks * parts}, or slice it over other axes"
+        )
 
 
 def free(x: NamedArray, shared) -> list[str]:

@@ -29,6 +29,7 @@ from trellis.named.axis import NamesError
 from trellis.named.operand import on_mesh, refuse_dealt, types_of
 from trellis.notation import Shape, spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
+from trellis.notation.struct import check_divides
 
 Assignment = dict[str, tuple[str, ...]]
 
@@ -124,6 +125,21 @@ def _on_each_device(x: NamedArray, axes: frozenset[str]) -> NamedArray:
             # The compiler drops a factor of one; this way every derivative of the array is mapped, too.
             x = x.with_array(x.array * (1 - 0 * device).astype(x.dtype))
     return x
+
+
+def of_each_device(x: NamedArray) -> NamedArray:
+    """Inside a mapped program, a value from outside that is differentiated there: whole, and each device's own, so that
+    its gradient is, too. Anything else stays as it is."""
+    layout = current_layout()
+    if layout is None or not layout.mapped or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    elsewhere = state_of(x.array).mode == "none"
+    x = x.with_array(on_mesh(x.array, x.names, "grad"))
+    axes = _mapped(layout, x) if elsewhere else outside(x)
+    if not axes:
+        return x
+    kept = tuple(tuple(a for a in mine if a not in axes) for mine in state_of(x.array).axes)
+    return _on_each_device(move(x, kept, frozenset()), axes)
 
 
 def bring_to_product(x: NamedArray, where: Assignment | None, other: NamedArray) -> NamedArray:
@@ -289,8 +305,12 @@ def spread(x: NamedArray, names: tuple[str, ...], where: Assignment | None, size
     places = [names.index(name) for name in x.names]
     array = transpose_array(x.array, places)
     shape = tuple(sizes[name] for name in names)
-    state = state_of(array)
-    spec = spec_of([where[name] for name in names], state.pending) if where and state.mode == "explicit" else None
+    state, spec = state_of(array), None
+    if where and state.mode == "explicit":
+        mesh = jax.typeof(array).sharding.mesh.shape
+        for name in names:
+            check_divides(name, sizes[name], where[name], mesh, f"'{'/'.join((name, *where[name]))}'")
+        spec = spec_of([where[name] for name in names], state.pending)
     return jax.lax.broadcast_in_dim(array, shape, sorted(places), out_sharding=spec and sharding_on(array, spec))
 
 

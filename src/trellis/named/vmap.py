@@ -129,9 +129,10 @@ def _in_our_words(error: Exception) -> str | None:
         )
     if text.startswith("Resource axis:") and text.rstrip(".").endswith("is not found in mesh: ()"):
         return (
-            "JAX can map a loop that ends differently for each row only if all it carries is mapped from the start, "
-            "got a while_loop over slices that carries something else too (a counter, for example), in vmap: use a "
-            "scan of a fixed length and where(...), or remove the name from the layout's compute"
+            "JAX can map over slices only what lies on the mesh, got a value that is on none: a while_loop over slices "
+            "that carries something else too (a counter, for example), or an array that jax.grad differentiates "
+            "inside, in vmap: use a scan of a fixed length and where(...), or make the array an argument of the mapped "
+            "function"
         )
     if "pvary is a invariant->variant" in text:  # as in JAX 0.10.2 to 0.12.0
         return (
@@ -145,16 +146,20 @@ def _in_our_words(error: Exception) -> str | None:
         or "refer to an axis marked as manual" in text
     ):  # without a layout; with one, it is whole
         seen = re.split("Got |but |, but:", text)[-1]
+        fix = (
+            "make it an argument of the function, or call vmap inside `with layout:`"
+            if current_layout() is None
+            else "make it an argument of the function, or take a gradient inside with tr.grad"
+        )
         return (
             "a mapped function can only read arrays that are whole along the mesh axes it is mapped over, got one "
-            f"sliced over them ({seen.strip().splitlines()[0]}), in vmap: make it an argument of the function, or "
-            "call vmap inside `with layout:`"
+            f"sliced over them ({seen.strip().splitlines()[0]}), in vmap: {fix}"
         )
     if type(error).__name__ == "ShardingTypeError":  # a private name of JAX's
         return (
             "JAX can map an operation over slices only if it knows how they are sliced, got one where it does not "
-            f"({text.splitlines()[0]}), in vmap: use named operations, use where(...) instead of cond, or remove that "
-            "name from the layout's compute"
+            f"({text.splitlines()[0]}), in vmap: use named operations, use where(...) instead of cond, use tr.map "
+            "instead of vmap for linear algebra, or remove that name from the layout's compute"
         )
     return None
 

@@ -142,6 +142,17 @@ def zeros(program: Program) -> set[Value]:
     return found
 
 
+def uniform(program: Program) -> set[Value]:
+    """The values that are one known number throughout, however they are cut or moved."""
+    found: set[Value] = set()
+    for operation in program.walk():
+        first = operation.operands[0] if operation.operands else None
+        spread = operation.name == "broadcast_in_dim" and first.literal is not None
+        if spread or (operation.name in VIEWS | MOVES | PARTS and first in found):
+            found.update(operation.results)
+    return found
+
+
 def repeats(program: Program) -> dict[Operation, int]:
     """In how many of its runs each operation has the same operands: turns of loops that do not change them.
 

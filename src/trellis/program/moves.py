@@ -55,8 +55,8 @@ class Move:
 def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, int]) -> list[Move]:
     """The collectives from one placement to another, as XLA's partitioner makes them (compiled for TPU and GPU).
 
-    - Pending sums settle first: a reduce-scatter if all of them scatter over one dimension, otherwise one
-      all-reduce over all of them together, whatever is sliced afterwards.
+    - Pending sums settle first: a reduce-scatter if all of them scatter over one dimension that keeps its slices,
+      otherwise one all-reduce over all of them together, whatever is sliced afterwards.
     - If each dimension then has as many slices as before, on other devices, one permute brings them there.
     - Otherwise slices follow, which move nothing, and all-to-alls.
     - All-gathers come last, the last dimension first. Gathering over a mesh axis that is major to one that stays takes
@@ -95,7 +95,8 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
     settled = [axis for axis in sorted(before.pending, key=list(sizes).index) if axis not in after.pending]
     settled = list(real(settled))
     targets = {to_dim.get(axis) for axis in settled}
-    if settled and len(targets) == 1 and None not in targets:
+    scatters = len(targets) == 1 and all(i is not None and {*old[i]} <= {*new[i]} for i in targets)
+    if scatters:
         move("reduce-scatter", settled, local)
         local //= count(settled)
         from_dim.update({axis: to_dim[axis] for axis in settled})

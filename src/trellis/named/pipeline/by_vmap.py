@@ -213,7 +213,7 @@ class _Plan:
             return p
         (over,) = self.around.assign((COPIES,))
         state = state_of(p.array)
-        held = [tuple(a for a in mine if a in over) for mine in state.axes]
+        held = [(), *(tuple(a for a in mine if a in over) for mine in state.axes[1:])]  # layers go to their stages
         copied = state.copied & frozenset(over)
         used = self.inside.assign(p.names)
         p = move(p, ((self.axis,), *((*u, *h) for u, h in zip(used[1:], held[1:], strict=True))), copied)
