@@ -32,7 +32,7 @@ from train_speed import processor
 import trellis as tr
 import trellis_start
 from trellis.inspect import parse_program
-from trellis.nn.gate import ClampedSwiGLU
+from trellis.nn import ClampedSwiGLU
 from trellis.nn.moe import Biases, choose, mix, score
 from trellis.plan import chips
 
