@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 
 from trellis._compat import is_tracer
+from trellis.frames import in_a_library
 from trellis.mesh.landing import put
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.meshes import MeshError
@@ -111,6 +113,11 @@ def abstract(tree, which="params"):
     return jax.tree.map(leaf, tree, is_leaf=is_named)
 
 
+def _of_no_line(error: Exception) -> bool:
+    """Whether JAX raised an error while it compiled, when no line of the function was running."""
+    return all(in_a_library(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def named_jit(
     fn=None,
     *,
@@ -181,10 +188,10 @@ def named_jit(
         try:
             return compiled(*args, **kwargs)
         except Exception as error:  # of JAX 0.10.2 to 0.12.0, whose program for QR says nothing of slices
-            if not str(error).startswith("select `which` must be scalar"):
+            if not (str(error).startswith("select `which` must be scalar") and _of_no_line(error)):
                 raise
             raise MeshError(
-                "JAX computes a QR decomposition, and what is made of one, where no mesh axis slices the matrices, got "
+                "JAX can compute a QR decomposition, and what is made of one, only where no mesh axis slices it, got "
                 "slices, in named_jit: map the function along the sliced name with tr.map instead of vmap"
             ) from error
 
