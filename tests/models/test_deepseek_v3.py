@@ -90,7 +90,7 @@ def test_refused_sizes(fields, message):
     [
         ({"q_lora_rank": None}, "A DeepSeek-V3 must make its queries from a latent.\n  seen:  q_lora_rank: null"),
         ({"quantization_config": {"quant_method": "fp8"}}, "stored in bfloat16, float16 or float32.\n  seen:  quanti"),
-        ({"rope_interleave": False}, "A deepseek_v3 has rope_interleave True here."),
+        ({"rope_interleave": False}, "A deepseek_v3 must have rope_interleave True here."),
         ({"n_group": ...}, "seen:  no n_group"),
     ],
 )

@@ -86,7 +86,7 @@ def test_stages_share_pairs():
             "The layers of a GPT-OSS must alternate between sliding-window and full attention",
         ),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "seen:  quantization_config: mxfp4"),
-        ({"attention_bias": False}, "A gpt_oss has attention_bias True here."),
+        ({"attention_bias": False}, "A gpt_oss must have attention_bias True here."),
         ({"sliding_window": ...}, "seen:  no sliding_window"),
     ],
 )

@@ -182,7 +182,7 @@ CALLS = {
         (LAYOUT, lambda fn, x: fn(x, "a", IDS.rename(a="k")), X),
         (FREE, lambda fn, x: fn(x, "a", IDS.rename(a="k")), X),
     ],
-    "take_along": [(LAYOUT, lambda fn, x: fn(x, "a", tr.ones({"a": 8, "b": 8}, jnp.int32)), X)],
+    "take_along": [(LAYOUT, lambda fn, x: fn(x, "a", tr.from_numpy(np.ones((8, 8), np.int32), "a b")), X)],
     "top_k": [(LAYOUT, lambda fn, x: fn(x, "a", 2), X)],
     "transpose": [(LAYOUT, lambda fn, x: fn(x, "b a"), X)],
     "tril": [(LAYOUT, lambda fn, x: fn(x, "a", "b"), X)],
@@ -267,5 +267,7 @@ def differentiable(tree) -> bool:
 
 
 def like(leaf):
-    """A gradient of ones, as JAX takes it of whole numbers, too."""
-    return jnp.ones_like(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else np.zeros(leaf.shape, jax.dtypes.float0)
+    """A gradient that nobody knows to be one number throughout, or as JAX takes it of whole numbers."""
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+    return jax.lax.optimization_barrier(jnp.ones_like(leaf))

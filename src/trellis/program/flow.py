@@ -143,12 +143,13 @@ def zeros(program: Program) -> set[Value]:
 
 
 def uniform(program: Program) -> set[Value]:
-    """The values that are one known number throughout, however they are cut or moved."""
+    """The values that are one known number throughout, however they are cut or moved; not behind a barrier."""
+    passes = (VIEWS | MOVES | PARTS) - {"optimization_barrier"}
     found: set[Value] = set()
     for operation in program.walk():
         first = operation.operands[0] if operation.operands else None
         spread = operation.name == "broadcast_in_dim" and first.literal is not None
-        if spread or (operation.name in VIEWS | MOVES | PARTS and first in found):
+        if spread or (operation.name in passes and first in found):
             found.update(operation.results)
     return found
 
