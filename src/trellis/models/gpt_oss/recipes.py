@@ -82,7 +82,7 @@ def gpt_oss_20b_v6e_64() -> Run:
         gpt_oss_20b(),
         name="gpt_oss_20b_v6e_64",
         batch_size=128,
-        mesh=MeshSizes(data=8, data_y=2, data_z=4),  # neighbours along the second side are along data_z
+        mesh=MeshSizes(data=16, data_y=2, data_z=2),  # neighbours along the second side are along data_z
         layout=LayoutChoice(preset="fsdp", params=FrozenMap(experts="data/data_z")),
         remat=Remat(policy="saved", names=("query", "key", "value", "attention")),
         compiler_options=FrozenMap(V6E),
