@@ -41,7 +41,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
         assert not [path for path in documented if not any(f'id="{path}"' in page for page in reference.values())]
     fields = (tmp_path / "reference/fields.html").read_text()
     assert {"batch_size", "optimizer.beta1", "iterations", "rotary_dim"} <= {*re.findall(r"<dt><code>([\w.]+)", fields)}
-    assert "<br>step &lt;int&gt;: The first step with this size." in fields
+    assert "<br>step &lt;int&gt;: The first step with this size, counted from 0." in fields
     # A notebook's page has rules of its own, which come after ours: ours are the more specific.
     colors = re.findall(r"([^\n{}]*?) *{[^}]*--jp-mirror-editor-comment-color:", (tmp_path / "site.css").read_text())
     theirs = (tmp_path / "notebooks/by_hand.html").read_text().replace("=slate]", '="slate"]')
