@@ -72,10 +72,10 @@ def deal(x: NamedArray) -> NamedArray:
     """An array in natural order, dealt out as the layout in force says."""
     layout, held = current_layout(), state_of(x.array).axes
     dim = x.index(POSITIONS)
-    if held[dim] != layout.dealt:
+    if not held[dim] or held[dim] != layout.axes_dealt:
         return _dealt(_whole(x), held, layout)
     spec = spec_of(held)
-    local = lambda part: dealing.deal_slices(part, layout.dealt, dim)
+    local = lambda part: dealing.deal_slices(part, held[dim], dim)
     return x.with_array(by_device(local, in_specs=spec, out_specs=spec)(x.array))
 
 

@@ -199,7 +199,10 @@ class _Call:
         self.manual = tuple(a for a in shown.axis_names if a in (asked | single) - taken)
         left = [a for a in shown.axis_names if a not in (*self.manual, *single)]
         self.partly = bool(left)
-        scatter_beside_explicit_axes() if self.partly else zeros_in_their_states()
+        if self.partly:
+            scatter_beside_explicit_axes()
+        else:
+            zeros_in_their_states()
 
     def spec(self, kind: ArrayType, place: str, array=None) -> PartitionSpec:
         """How JAX slices an array of this type over the manual axes; an argument's leading dimensions as they are."""

@@ -82,36 +82,35 @@ def attend(
         of_queries, of_keys = (state_of(x.array).axes[:2] for x in (q, k))
         plain = tuple(move(ids, axes, frozenset()).array for axes in (of_queries, of_keys))
     own = None if sinks is None else _own_sinks(sinks, places, state_of(sinks.array).copied).array
-    pieces = _dealt_otherwise(q, k, places) if ordered else None
+    slices = _dealt_otherwise(q, k, places) if ordered else 0
     arrays = q.array, k.array, v.array
-    if pieces is not None:
-        of_queries, of_keys = pieces
-        arrays = tuple(undeal(x, n) for x, n in zip(arrays, (of_queries, of_keys, of_keys)))
-        plain = plain and tuple(undeal(x, n) for x, n in zip(plain, pieces))
+    if slices:
+        arrays = tuple(undeal(x, slices) for x in arrays)
+        plain = plain and tuple(undeal(x, slices) for x in plain)
     made = dot_product_attention(*arrays, segment_ids=plain, sinks=own, window=window, **options)
-    out = NamedArray(made if pieces is None else deal(made, pieces[0]), (*QUERY[:3], _width(v)), q.slices)
+    out = NamedArray(deal(made, slices) if slices else made, (*QUERY[:3], _width(v)), q.slices)
     return out if places is None else move(out, places.around, frozenset())
 
 
-def _dealt_otherwise(q: NamedArray, k: NamedArray, places: "_Places | None") -> tuple[int, int] | None:
-    """Over how many slices positions of queries and of keys are dealt out, where those of both are whole.
+def _dealt_otherwise(q: NamedArray, k: NamedArray, places: "_Places | None") -> int:
+    """Over how many slices positions are dealt out, where those of queries and keys are whole.
 
-    None if positions are in natural order, or if their slices are those that they are dealt out over.
+    0 if positions are in natural order, or if their slices are those that they are dealt out over.
 
     Raises:
         NamesError: positions are in other slices.
     """
     layout = current_layout()
     if places is None or layout is None or layout.axes_dealt in ((), places.queries[1]):
-        return None
+        return 0
     if places.queries[1]:
         raise NamesError(
             f"causal attention needs positions in the slices over which they are dealt out, or whole, got "
             f"'pos/{'/'.join(places.queries[1])}' with dealt={layout.dealt}, in attend: use "
             f"dealt={places.queries[1]} in the layout, or in_order"
         )
-    of_queries, of_keys = (slices_dealt(POSITIONS, n, "attend") for n in (q.shape["pos"], k.shape["key_pos"]))
-    return of_queries, of_keys
+    slices_dealt(POSITIONS, k.shape["key_pos"], "attend")  # refuses a length that cannot be dealt out
+    return slices_dealt(POSITIONS, q.shape["pos"], "attend")
 
 
 def _batch_of_one(x: NamedArray) -> NamedArray:

@@ -25,6 +25,8 @@ from trellis.program.said import row_work
 TILES, ARRAYS, VECTOR_MEMORY = (512, 256, LANES), 6, 24 * 2**20
 # Rows that are computed at once: what a register of two-byte numbers holds of a column.
 STRIP = 16
+# Operations on float32 numbers for each element, by what a plan counts: a sigmoid is sixteen.
+_FORWARD, _BACKWARD = 20, 32
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -67,10 +69,6 @@ def activate(
     )
     with row_work(_FORWARD):
         return call(*given)
-
-
-# Operations on float32 numbers for each element, by what a plan counts: a sigmoid is sixteen.
-_FORWARD, _BACKWARD = 20, 32
 
 
 def _activate_forward(gated, upped, counted, biases, sizes, gate, interpret):

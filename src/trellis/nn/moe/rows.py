@@ -39,7 +39,7 @@ def take_rows(x: jax.Array, index: jax.Array, copies: jax.Array) -> jax.Array:
 
 def _take_rows_backward(copies, d):
     summed = _summed(d, copies)
-    return lax.optimization_barrier(summed) if fences_gradients(d) or fences_sums(d) else summed, None, None
+    return lax.optimization_barrier(summed) if fences_gradients(d) else summed, None, None
 
 
 take_rows.defvjp(lambda x, index, copies: (_rows(x, index), copies), _take_rows_backward)

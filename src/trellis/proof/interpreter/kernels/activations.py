@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
+from trellis.proof.interpreter.kernels.grouped import walked
 from trellis.proof.interpreter.values import each
 
 
@@ -13,9 +14,9 @@ def _forward(name: str, instruction: Instruction, machine) -> Callable:
     kind, gate = machine.type(instruction), _gate(name)
 
     def one(*values: np.ndarray) -> np.ndarray:
-        parts, (gated, upped, counted, *biases) = _sorted(values)
+        bounds, (gated, upped, counted, *biases) = walked(values)
         out = np.full(kind.shape, np.nan, gated.dtype)
-        for rows, *operands in _operands(parts, gated, upped, biases):
+        for rows, *operands in _operands(bounds, gated, upped, biases):
             act, _ = gate(*operands)
             out[rows] = (act * counted.reshape(-1)[rows, None]).astype(out.dtype)
         return out
@@ -28,11 +29,11 @@ def _backward(name: str, instruction: Instruction, machine) -> Callable:
     wide = 3 - len(kinds) % 2  # arrays of rows: two gradients, and perhaps the last product's operand
 
     def one(*values: np.ndarray) -> tuple[np.ndarray, ...]:
-        parts, (d, gated, upped, counted, *biases) = _sorted(values)
+        bounds, (d, gated, upped, counted, *biases) = walked(values)
         made = [np.full(kind.shape, np.nan, d.dtype) for kind in kinds[:wide]]
         of_counted = np.full(counted.size, np.nan, np.float32)
         of_biases = [np.zeros(kind.shape, np.float32) for kind in kinds[wide + 1 :]]
-        for group, (rows, *operands) in enumerate(_operands(parts, gated, upped, biases)):
+        for group, (rows, *operands) in enumerate(_operands(bounds, gated, upped, biases)):
             act, slopes = gate(*operands)
             of_out = d[rows].astype(np.float32)
             of_counted[rows] = (of_out * act).sum(1)
@@ -50,15 +51,10 @@ def _backward(name: str, instruction: Instruction, machine) -> Callable:
     return lambda values, team: each(one, values, team)
 
 
-def _sorted(values) -> tuple[list[slice], list[np.ndarray]]:
-    """The rows of each group, which the kernel's last two tables say, and its other operands."""
-    tables = [v for v in values if v.ndim < 2]
-    return [slice(*bounds) for bounds in zip(*tables[-2:])], list(values[len(tables) :])
-
-
-def _operands(parts, gated, upped, biases):
+def _operands(bounds, gated, upped, biases):
     """Each group's rows, and the two products there with their biases."""
-    for group, rows in enumerate(parts):
+    for group, (first, last) in enumerate(bounds):
+        rows = slice(first, last)
         added = [bias[group].astype(np.float32) for bias in biases] or [0.0, 0.0]
         yield rows, gated[rows].astype(np.float32) + added[0], upped[rows].astype(np.float32) + added[1]
 

@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -82,8 +82,8 @@ def _our_rows_gradient(name: str, instruction: Instruction, machine) -> Callable
     kind = machine.type(instruction)
 
     def one(*values: np.ndarray) -> np.ndarray:
-        tables = [v for v in values if v.ndim < 2]
-        pairs, parts = values[len(tables) :], [*enumerate(zip(*tables[-2:]))]
+        bounds, pairs = walked(values)
+        parts = [*enumerate(bounds)]
         sums = [_written(kind.shape, d, w.swapaxes(1, 2), parts) for d, w in zip(pairs[::2], pairs[1::2])]
         return sum(sums[1:], sums[0])
 
@@ -104,6 +104,12 @@ def _our_gradient(name: str, instruction: Instruction, machine) -> Callable:
         return np.moveaxis(sums, outer, 0).reshape(kind.shape).astype(d.dtype)
 
     return lambda values, team: each(one, values, team)
+
+
+def walked(values: Sequence[np.ndarray]) -> tuple[list[tuple[int, int]], list[np.ndarray]]:
+    """Where each group's rows begin and end, by the last two tables that a TPU walks by, and the other operands."""
+    tables = [v for v in values if v.ndim < 2]
+    return [*zip(*tables[-2:])], [*values[len(tables) :]]
 
 
 def _gathered(rows: np.ndarray, sources: np.ndarray | None) -> np.ndarray:
