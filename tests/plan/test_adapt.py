@@ -9,7 +9,7 @@ from trellis.plan.adapt import DATA_AXES, adapt, fitted_mesh
 from trellis.plan.quick import quick_plan
 from trellis.plan.text import text
 from trellis.plan.ways_to_fit import excess_lines, least, ways_to_fit
-from trellis.recipes import load_run
+from trellis.recipes import RECIPES, hardware_of, load_run
 from trellis.recipes.load import load
 from trellis.run.config import MeshSizes
 from trellis.run.run_file import write_run
@@ -155,3 +155,11 @@ def test_a_runs_folder_is_fitted_as_a_recipe_is(tmp_path):
         adapt(mine.run, target("v5e:4x4"), mine.given)
     without = load(str(tmp_path / "mine.yaml"), {"devices": "null"})
     assert adapt(without.run, target("v5e:4x4"), without.given)[0].devices is None
+
+
+def test_recipes_are_planned_as_they_are_on_the_hardware_that_they_are_for():
+    for name in RECIPES:
+        if (on := hardware_of(name)) is not None:
+            run = load_run(name)
+            fitted, changes = adapt(run, target(on), ())
+            assert (fitted.mesh, changes) == (run.mesh, []), name

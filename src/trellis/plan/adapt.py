@@ -71,6 +71,10 @@ def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
     (8, 8, 8)
     >>> fitted_mesh(MeshSizes(data=8, data_y=2, data_z=4), target("v6e:8x8")).data_z
     4
+    >>> fitted_mesh(MeshSizes(data=16, data_y=2, data_z=2), target("v6e:8x8")).data
+    16
+    >>> fitted_mesh(MeshSizes(data=4, data_y=4, data_z=4), target("v6e:8x8")).data
+    8
     """
     if _fills_sides(mesh, target):
         return mesh
@@ -85,16 +89,22 @@ def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
 
 
 def _fills_sides(mesh: MeshSizes, target: Target) -> bool:
-    """Whether each side of a torus is one of a mesh's data axes, or several that follow each other."""
+    """Whether each side of a torus is one of a mesh's data axes, or several that follow each other. If there are more
+    axes than sides, one that begins with a side may end within the next."""
     sizes = _sizes(mesh, target)
     if target.chip.kind != "tpu" or target.num_slices > 1 or sizes is None or set(sizes) - set(DATA_AXES):
         return False
-    left, filled = [side for side in target.shape if side > 1], 1
-    for axis in DATA_AXES:
-        filled *= sizes.get(axis, 1)
-        if left and filled == left[0]:
-            left, filled = left[1:], 1
-    return not left and filled == 1
+    left = [side for side in target.shape if side > 1]
+    more, begun = len(sizes) > len(left), False
+    for size in (sizes[axis] for axis in DATA_AXES if axis in sizes):
+        if left and more and not begun and size > left[0] and size % left[0] == 0:
+            size //= left.pop(0)
+        if not left or left[0] % size:
+            return False
+        left[0] //= size
+        begun = left[0] > 1
+        left = left if begun else left[1:]
+    return not left
 
 
 def data_sizes(ways: int, target: Target) -> dict[str, int]:
