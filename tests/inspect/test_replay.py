@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from trellis.inspect.collective import collectives_in
+from trellis.inspect.compiled import gathered_beside, gathered_bytes
 from trellis.inspect.hlo import parse_program
 from trellis.inspect.replay import Sending, replay
 from trellis.inspect.touched import touched_bytes
 
+ON_SPARSECORES = (Path(__file__).parent / "sparsecores.hlo").read_text()
 HEAD = """HloModule step, is_scheduled=true, num_partitions=4
 
 """
@@ -187,3 +189,14 @@ def test_a_slice_counts_and_not_what_it_is_cut_from():
     touched = {name: touched_bytes(program, program.by_name[name]) for name in ("one", "negated", "both", "kept")}
     # Read and written; the number that says where counts, too.
     assert touched == {"one": 2 * 256 + 4, "negated": 2 * 256, "both": 0, "kept": 2 * 256 + 4}
+
+
+def test_rows_that_sparsecores_gather_are_counted_once_and_beside_what_computes():
+    program = parse_program(ON_SPARSECORES)
+    moved = 2 * 6 * 4 * 4
+    assert gathered_beside(program) == {"offloaded": moved} and not gathered_bytes(program)
+    alone = ON_SPARSECORES.replace('async_execution_thread="sparsecore", ', "")
+    assert not gathered_beside(parse_program(alone))
+    assert sum(gathered_bytes(parse_program(alone)).values()) == moved
+    found = replay(program, lambda i: 3.0 if i.name == "a" else 0.0, {"offloaded": Sending(10.0, ("SparseCores",))})
+    assert (found.computing, dict(found.waits)) == (3.0, {"offloaded": 7.0})

@@ -30,6 +30,20 @@ def plan():
     return quick_plan(load_run("tiny", {"mesh.data": "4", "mesh.model": "2"}), target("8xH100"))
 
 
+def test_rows_that_sparsecores_gather_take_time_as_far_as_nothing_hides_them():
+    on_tpu = quick_plan(load_run("tiny", {"mesh.data": "4", "mesh.model": "2"}), target("v6e:2x4"))
+    text = (Path(__file__).parents[1] / "inspect" / "sparsecores.hlo").read_text()
+    text = text.replace("negate(%x)", 'negate(%x), backend_config={"window_config":{"estimated_cycles":"1"}}')
+    known, rate = estimates(on_tpu, text, MESH), on_tpu.target.chip.streaming_bandwidth
+    ((gather, runs),) = known.gathers
+    assert (gather.name, runs) == ("offloaded", 1)
+    assert known.names_of(known.program.by_name["begun"]).count("offloaded") == 1
+    alone = estimates(on_tpu, text.replace('async_execution_thread="sparsecore", ', ""), MESH)
+    assert not alone.gathers and alone.kernels == pytest.approx(known.kernels + 2 * 6 * 4 * 4 / rate)
+    waited = known.replay().waits["offloaded"]
+    assert waited == pytest.approx(max(0.0, 2 * 6 * 4 * 4 / rate - known.scheduled))
+
+
 def costs_in(text: str) -> dict[str, float]:
     found = re.findall(r'^costs \{ name: "([^"]+)" cost_us: ([\d.]+) \}$', text, re.M)
     assert len(found) == len(text.splitlines())
@@ -77,7 +91,7 @@ def compiled(options: dict[str, str], text: str = GPU) -> Compiled:
 
 
 def verdict(seconds: float | None, of: Compiled) -> Verdict:
-    return Verdict(of, None, None, None, None, 0.0, 0.0, 0.0, 0.0, (), seconds, None)
+    return Verdict(of, None, None, None, None, 0.0, 0.0, 0.0, {}, 0.0, 0.0, (), seconds, None)
 
 
 class Compiler:

@@ -233,6 +233,7 @@ def _compiled_json(verdict) -> dict:
         "kernel_seconds": verdict.kernels,
         "exposed_seconds": verdict.exposed,
         "hidden_seconds": verdict.hidden,
+        "gather_seconds": sum(verdict.gathers.values()),
         "copy_seconds": verdict.copies,
         "step_seconds": verdict.seconds,
         "mfu": verdict.mfu,

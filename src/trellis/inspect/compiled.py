@@ -277,15 +277,17 @@ def cycles_of(instruction: Instruction) -> int:
 
 
 def gathered_bytes(compiled, *, load: float | None = None) -> dict[str, int]:
-    """Bytes that gathers and scatters of rows read and write, by line, if a TPU's schedule has no estimate of them.
+    """Bytes that gathers and scatters of rows read and write, by line, if a TPU's schedule has no estimate of them and
+    its SparseCores do not make them beside it.
 
     Args:
         compiled: a program, or its text.
         load: as in `collectives`.
     """
     program, found = program_of(compiled), Counter[str]()
+    beside = gathered_beside(program)
     for instruction, times, _ in program.walk(fusions=False, load=load):
-        if moved := gathered_by(instruction):
+        if instruction.name not in beside and (moved := gathered_by(instruction)):
             found[program.source(instruction, in_a_library)] += moved * times
     return dict(found)
 
@@ -293,9 +295,21 @@ def gathered_bytes(compiled, *, load: float | None = None) -> dict[str, int]:
 def gathered_by(instruction: Instruction) -> int:
     """Bytes that one run of a gather or scatter of rows reads and writes, if it has no estimate; 0 for others."""
     what = (instruction.quoted("op_name") or "").rpartition("/")[2]
-    if not what.startswith(("gather", "scatter")) or '"estimated_cycles"' in instruction.attributes:
+    if instruction.op not in ("fusion", "gather", "scatter") or not what.startswith(("gather", "scatter")):
         return 0
-    return 2 * sum(array.num_bytes for array in instruction.results)
+    return 0 if cycles_of(instruction) else 2 * sum(array.num_bytes for array in instruction.results)
+
+
+def gathered_beside(program: Program) -> dict[str, int]:
+    """The same of what a TPU's SparseCores gather and scatter while its matrix units compute, by the names of these
+    instructions, which are inside of what an asynchronous call runs."""
+    calls = [i for i in program.by_name.values() if i.op == "call-start" and _ON_SPARSECORES in i.attributes]
+    called = {name for call in calls for names in call.called().values() for name in names}
+    inside = [i for name in called for i in program.computations.get(name, ())]
+    return {i.name: moved for i in inside if (moved := gathered_by(i))}
+
+
+_ON_SPARSECORES = 'async_execution_thread="sparsecore"'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from trellis.inspect.compiled import (
     collective_rows,
     cycles_of,
     direction_of,
+    gathered_beside,
     gathered_by,
     gathered_bytes,
     product_of,
@@ -44,11 +45,13 @@ class Estimates:
         program: the compiled step.
         computing: the seconds for which one run of an instruction computes.
         found: the collectives, each as the program has it and as a row of the ledger.
-        sending: what the collectives need, by the names of their instructions.
+        sending: what the collectives need, and what the SparseCores do for gathers of rows, by the names of their
+            instructions.
+        gathers: the SparseCores' gathers of rows, and how often each runs.
         scheduled: seconds of everything but collectives and kernels by the compiler's own estimate; None if it gives
             none (GPU).
         kernels: seconds of what the compiler has no estimate for: kernels for attention and grouped products, as the
-            plan has them, and gathers of rows, by their bytes.
+            plan has them, and gathers of rows that are not on SparseCores, by their bytes.
         load: as in `Program.walk`.
     """
 
@@ -56,6 +59,7 @@ class Estimates:
     computing: Callable[[Instruction], float]
     found: tuple[tuple[Collective, Row], ...]
     sending: Mapping[str, Sending]
+    gathers: tuple[tuple[Instruction, int], ...]
     scheduled: float | None
     kernels: float
     load: float
@@ -93,7 +97,14 @@ def estimates(plan: Plan, text: str, mesh: Mesh | AbstractMesh) -> Estimates:
         computing = lambda instruction: known.get(instruction.name) or _by_compiler(instruction, chip)
     found = tuple(collective_rows(program, mesh, load=load))
     sending = {collective.name: _sending(plan, row) for collective, row in found}
-    return Estimates(program, computing, found, sending, scheduled, kernels, load)
+    beside = gathered_beside(program)
+    gathers = tuple((i, times) for i, times, _ in program.walk(fusions=False, load=load) if i.name in beside)
+    # One gather at a time has all of them, and the memory's rate.
+    sending |= {
+        name: Sending(moved / chip.streaming_bandwidth, ("SparseCores",), in_order=True)
+        for name, moved in beside.items()
+    }
+    return Estimates(program, computing, found, sending, gathers, scheduled, kernels, load)
 
 
 def kernel_seconds(plan: Plan) -> float:

@@ -153,6 +153,7 @@ def _step(plan: Plan, verdict: Verdict) -> list[Amount]:
         lines += [Amount("step", "computation", source, n / clock) for source, n in cycles.items()]
         moved, rate = gathered_bytes(verdict.compiled.text, load=plan.load), plan.target.chip.streaming_bandwidth
         lines += [Amount("step", "gathers of rows", source, n / rate) for source, n in moved.items()]
+    lines += [Amount("step", "gathered rows, waited for", *each) for each in verdict.gathers.items()]
     lines += [Amount("step", f"{x.kind}, waited for", x.source, x.seconds - x.hidden) for x in plan.times.copies]
     for row, seconds in zip(verdict.ledger.rows, verdict.waits) if verdict.ledger else ():
         if seconds:

@@ -2,9 +2,11 @@
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 
 from trellis.figures import numbers
 from trellis.figures.text import aligned
+from trellis.frames import in_a_library
 from trellis.inspect.compiled import Comparison, compare
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.rows import Ledger, Row
@@ -27,10 +29,12 @@ class Verdict:
         scheduled: seconds of everything but collectives and kernels by the compiler's own estimate; None if it gives
             none (GPU).
         kernels: seconds of what the compiler has no estimate for: kernels for attention and grouped products, as the
-            plan has them, and gathers of rows, by their bytes.
+            plan has them, and gathers of rows that are not on SparseCores, by their bytes.
         exposed: seconds for which the device waits for collectives, at the plan's link rates, by the compiler's
             schedule.
         hidden: seconds of collectives beside computation.
+        gathers: seconds for which it waits for rows that SparseCores gather, by line.
+        gathered: seconds that these gather beside computation.
         copies: seconds of copies to and from the host's memory that nothing hides, as the plan has them.
         waits: for each row of `ledger`, the seconds that the device waits for it.
         seconds: predicted time of a step from these.
@@ -45,6 +49,8 @@ class Verdict:
     kernels: float
     exposed: float
     hidden: float
+    gathers: Mapping[str, float]
+    gathered: float
     copies: float
     waits: tuple[float, ...]
     seconds: float | None
@@ -58,7 +64,7 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     the collectives as far as the schedule, replayed in its order, has nothing else to do meanwhile.
     """
     if not compiled.text:
-        return Verdict(compiled, None, None, None, None, kernel_seconds(plan), 0.0, 0.0, 0.0, (), None, None)
+        return Verdict(compiled, None, None, None, None, kernel_seconds(plan), 0.0, 0.0, {}, 0.0, 0.0, (), None, None)
     mesh = prepared.layout.mesh
     known = estimates(plan, compiled.text, mesh)
     waits = known.replay().waits
@@ -68,9 +74,13 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     of_rows = tuple(waits.get(c.name, 0.0) * row.times / times[c.name] for c, row in known.found)
     exposed = sum(of_rows)
     hidden = max(0.0, sum(known.sending[c.name].seconds * row.times for c, row in known.found) - exposed)
+    gathers, gathered = collections.Counter[str](), 0.0
+    for gather, runs in known.gathers:
+        gathers[known.program.source(gather, in_a_library)] += waits.get(gather.name, 0.0)
+        gathered += known.sending[gather.name].seconds * runs - waits.get(gather.name, 0.0)
     others = plan.times.computation - known.kernels if known.scheduled is None else known.scheduled
     copies = sum(line.seconds - line.hidden for line in plan.times.copies)
-    seconds = others + known.kernels + exposed + copies
+    seconds = others + known.kernels + exposed + sum(gathers.values()) + copies
     mfu = plan.model_flops / (seconds * plan.target.num_devices * plan.target.chip.bf16_flops)
     # This matches all that may run: a loop whose number of turns is unknown counts as one turn.
     matched = structure_of(ledger_of(prepared.traced()), compiled.text, mesh)
@@ -84,6 +94,8 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
         kernels=known.kernels,
         exposed=exposed,
         hidden=hidden,
+        gathers=gathers,
+        gathered=gathered,
         copies=copies,
         waits=of_rows,
         seconds=seconds,
@@ -119,10 +131,13 @@ def verdict_text(plan: Plan, verdict: Verdict) -> str:
             else "computation as predicted",
             f"{numbers.seconds(verdict.kernels)} kernels and gathers",
             f"{numbers.seconds(verdict.exposed)} waiting for collectives",
+            *[f"{numbers.seconds(sum(verdict.gathers.values()))} waiting for gathered rows"] * bool(verdict.gathers),
             *[f"{numbers.seconds(verdict.copies)} waiting for the host's memory"] * bool(verdict.copies),
         ]
         lines.append(f"  step        {numbers.seconds(verdict.seconds)} = {' + '.join(parts)}; MFU {verdict.mfu:.1%}")
-        lines.append(f"              ({numbers.seconds(verdict.hidden)} of collectives run beside computation)")
+        beside = [f"{numbers.seconds(verdict.hidden)} of collectives"]
+        beside += [f"{numbers.seconds(verdict.gathered)} of gathers"] * bool(verdict.gathers)
+        lines.append(f"              ({' and '.join(beside)} run beside computation)")
     lines += ["", "collectives, by the types and in the compiled program", str(verdict.comparison)]
     lines += ["", str(verdict.structure), "", _rows(verdict)]
     return "\n".join(lines)
