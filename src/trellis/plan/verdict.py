@@ -74,7 +74,7 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     of_rows = tuple(waits.get(c.name, 0.0) * row.times / times[c.name] for c, row in known.found)
     exposed = sum(of_rows)
     hidden = max(0.0, sum(known.sending[c.name].seconds * row.times for c, row in known.found) - exposed)
-    gathers, gathered = collections.Counter[str](), 0.0
+    gathers, gathered = collections.defaultdict[str, float](float), 0.0
     for gather, runs in known.gathers:
         gathers[known.program.source(gather, in_a_library)] += waits.get(gather.name, 0.0)
         gathered += known.sending[gather.name].seconds * runs - waits.get(gather.name, 0.0)
@@ -94,7 +94,7 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
         kernels=known.kernels,
         exposed=exposed,
         hidden=hidden,
-        gathers=gathers,
+        gathers=dict(gathers),
         gathered=gathered,
         copies=copies,
         waits=of_rows,
