@@ -96,9 +96,9 @@ def unknown_axis(error: BaseException, axes: Collection[str]) -> str | None:
         return None
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not in_a_library(frame.filename)]
     line = (frames[-1].line or "") if frames else ""
-    if not re.search(r"\b(p(sum|mean|max|min|permute|shuffle|cast|vary)|psum_scatter|all_to_all)\(", line):
-        return None
-    return next((name for name in re.findall(r"""["'](\w+)["']""", line) if name not in axes), None)
+    called = re.search(r"\b(p(sum|mean|max|min|permute|shuffle|cast|vary)|psum_scatter|all_to_all)\(.*", line)
+    names = re.findall(r"""["'](\w+)["']""", called[0]) if called else []
+    return next((name for name in names if name not in axes), None)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

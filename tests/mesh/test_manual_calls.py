@@ -158,6 +158,38 @@ def test_a_collective_over_an_axis_that_is_none(call):
     )
 
 
+def test_the_name_that_is_no_axis_is_told_and_no_other_on_its_line():
+    @shard_map
+    def apart(x: f32["b/d e"]) -> f32["b/d e"]:
+        return {"e": jax.lax.psum(x, "dd")}["e"]
+
+    with pytest.raises(MeshError, match="got 'dd', in `apart`"):
+        apart(put((4, 4), "b/d e"))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "seen"),
+    [
+        ([(i, i + 1) for i in range(4)], "4, which is none of 4 devices"),
+        ([(0, 1.0)], "1.0, which is none of 4 devices"),
+        ([(0, 1), (2, 1)], "device 1 twice in (1, 1)"),
+        ([(0, 3), (2, -1)], "device 3 twice in (3, -1)"),
+        ([(0, 1), (0, 2)], "device 0 twice in (0, 0)"),
+    ],
+)
+def test_a_permute_that_is_no_permutation(pairs, seen):
+    @shard_map
+    def sent(x: f32["b/d e"]) -> f32["b/d e"]:
+        return jax.lax.ppermute(x, "d", pairs)
+
+    with pytest.raises(NotationError) as error:
+        sent(put((4, 4), "b/d e"))
+    assert told(error, by_line=True) == (
+        f"a permute must send from a device once at most, and to one once at most, got {seen}, in `sent`: count "
+        "devices along 'd' from 0, as in (i, (i + 1) % size)"
+    )
+
+
 def test_an_assertion_of_ones_own_stays():
     @shard_map
     def apart(x: f32["b/d e"]) -> f32["b/d e"]:

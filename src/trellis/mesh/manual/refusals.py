@@ -1,9 +1,13 @@
 """Refusals of manual programs, in the notation: the rule, what was seen, the line of the user's program, the fix."""
 
+import collections
 import linecache
 import os
 import re
 import traceback
+from collections.abc import Collection, Sequence
+
+import numpy as np
 
 from trellis._compat import maps_no_copies, of_groups
 from trellis.errors import TrellisError, did_you_mean
@@ -110,6 +114,29 @@ def not_along(name: str, function: str, mesh) -> str:
         f"a collective must run along axes of the mesh ({mesh_text(mesh)}), got {name!r}, in `{function}`: "
         f"{did_you_mean(name, mesh.axis_names)}"
     )
+
+
+def none_manual(function: str, mesh, asked: Collection[str]) -> str:
+    """The text of a refusal of a call of `shard_map` that makes no mesh axis manual."""
+    if not asked:
+        return (
+            f"a manual function must make mesh axes manual, got axes of none, in `{function}`: name some of "
+            f"{', '.join(mesh.axis_names)}, or leave axes out for all of them"
+        )
+    return (
+        f"a mesh axis cannot become manual twice, got a call where all of ({mesh_text(mesh)}) are manual, in "
+        f"`{function}`: remove its @shard_map, or call its `__wrapped__`"
+    )
+
+
+def no_permutation(pairs: Sequence, count: int) -> str | None:
+    """What is wrong with the pairs of devices that a permute sends from and to, of `count` along its mesh axes."""
+    for each in zip(*pairs):
+        if wrong := [d for d in each if not isinstance(d, int | np.integer) or not -count <= d < count]:
+            return f"{wrong[0]}, which is none of {count} devices"
+        if twice := [d for d, times in collections.Counter(d % count for d in each).items() if times > 1]:
+            return f"device {twice[0]} twice in {tuple(each)}"
+    return None
 
 
 def raise_of_call(error: Exception, name: str, mesh) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from trellis._compat import manual_beside_explicit_axes, unknown_axis, zeros_in_their_states
 from trellis.mesh.landing import placed
 from trellis.mesh.manual.check import check_pending, met_line
-from trellis.mesh.manual.refusals import not_along, raise_in_notation, raise_of_call
+from trellis.mesh.manual.refusals import none_manual, not_along, raise_in_notation, raise_of_call
 from trellis.mesh.manual.reshard import TransitionError, check_slice
 from trellis.mesh.manual.rules import check_rules
 from trellis.mesh.manual.slices import check_slices, joined_in, otherwise, sliced_as
@@ -191,10 +191,7 @@ class _Call:
                 f"this call, in `{self.name}`: remove it from axes"
             )
         if not asked - taken:
-            raise NotationError(
-                f"a mesh axis cannot become manual twice, got a call where all of ({mesh_text(shown)}) are manual, in "
-                f"`{self.name}`: remove its @shard_map, or call its `__wrapped__`"
-            )
+            raise NotationError(none_manual(self.name, shown, asked))
         single = {axis for axis, size in shown.shape.items() if size == 1}
         self.shape = shown
         self.manual = tuple(a for a in shown.axis_names if a in (asked | single) - taken)
