@@ -66,17 +66,8 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
             f"{', '.join(along)} of one that is the same along {', '.join(alike)}, in `{bindings.function}`{line}: "
             f"leave {alike[0] if alike else 'one'} out, or use reshard"
         ) from error
-    if rule := re.search(
-        r"bwd rule produced an output of type (\S+) corresponding to an input of type (\S+), so", text
-    ):
-        given, wanted = rule.groups()
-        axes = ", ".join(f"'{axis}'" for group in re.findall(r"V:\(?([\w,]+)", wanted) for axis in group.split(","))
-        fix = f"return jax.lax.pcast(gradient, ({axes},), to='varying')" if axes else "sum it over devices"
-        raise TypeMismatch(
-            "a custom backward rule must return a gradient that differs between devices as its argument does, got "
-            f"{given} for {wanted}, in `{bindings.function}`{line}: {fix}; for an argument that is the same on all "
-            "devices, JAX sums the gradient itself"
-        ) from error
+    if (wrong := _of_a_rule(text, f"`{bindings.function}`{line}")) is not None:
+        raise wrong from error
     if not _REFUSED.search(text):
         return
     if "Inputs cannot be replicated on the same axes" in text:
@@ -178,6 +169,8 @@ def raise_of_call(error: Exception, name: str, mesh) -> None:
 def raise_of_gradient(error: Exception, name: str) -> None:
     """Puts what JAX says when it differentiates a manual function into our words; lets any other error pass."""
     text = str(error)
+    if (wrong := _of_a_rule(text, f"`{name}`")) is not None:
+        raise wrong from error
     wanted = found[1] if (found := re.search(r"Expected cotangent type (.*) but got", text)) else ""
     if re.search(r"\bR:", wanted):
         raise TypeMismatch(
@@ -186,6 +179,26 @@ def raise_of_gradient(error: Exception, name: str) -> None:
         ) from error
     if re.search(r"\bU:", wanted) or re.search("reduced rule for .* not implemented", text):
         raise _of_a_copy(name) from error
+
+
+def _of_a_rule(text: str, place: str) -> TypeMismatch | None:
+    """What JAX says of a custom backward rule, in our words."""
+    rule = re.search(r"bwd rule produced an output of type (\S+) corresponding to an input of type (\S+), so", text)
+    if rule is None:
+        return None
+    given, wanted = (
+        {a for g in re.findall(r"V:\(?([\w,]+)", kind) for a in g.split(",") if a} for kind in rule.groups()
+    )
+    axes = "(" + "".join(f"'{axis}', " for axis in sorted(wanted ^ given)).rstrip() + ")"
+    fix = (
+        f"return jax.lax.pcast(gradient, {axes}, to='varying'), and leave out a sum that JAX makes itself"
+        if wanted - given
+        else f"return jax.lax.psum(gradient, {axes}), or pass jax.lax.pcast(argument, {axes}, to='varying')"
+    )
+    return TypeMismatch(
+        "a custom backward rule must return a gradient that differs between devices as its argument does, got "
+        f"{rule[1]} for {rule[2]}, in {place}: {fix}"
+    )
 
 
 def _of_a_copy(name: str) -> TypeMismatch:
