@@ -68,6 +68,19 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
         ) from error
     if (wrong := _of_a_rule(text, f"`{bindings.function}`{line}")) is not None:
         raise wrong from error
+    if carried := re.search(
+        r"has type (\S+) but the corresponding output carry component has type (\S+), so the manual axis types", text
+    ):
+        first, later = map(_varying, carried.groups())
+        fix = f"start it with jax.lax.pcast(..., {_axes(later - first)}, to='varying')"
+        if sums := [s for s in dict.fromkeys(bindings.pending) if (later - first) & set(s.pending)]:
+            fix += f', or if it is a pending sum with reshard("{settled(sums[-1])} -> {sums[-1]}", ...)'
+        if not later - first:
+            fix = f"return jax.lax.pcast(..., {_axes(first - later)}, to='varying') from it"
+        raise TypeMismatch(
+            f"a loop's carry must start with the type that its body returns, got {carried[1]} and then {carried[2]}, "
+            f"in `{bindings.function}`{line}: {fix}"
+        ) from error
     if not _REFUSED.search(text):
         return
     if "Inputs cannot be replicated on the same axes" in text:
@@ -186,10 +199,8 @@ def _of_a_rule(text: str, place: str) -> TypeMismatch | None:
     rule = re.search(r"bwd rule produced an output of type (\S+) corresponding to an input of type (\S+), so", text)
     if rule is None:
         return None
-    given, wanted = (
-        {a for g in re.findall(r"V:\(?([\w,]+)", kind) for a in g.split(",") if a} for kind in rule.groups()
-    )
-    axes = "(" + "".join(f"'{axis}', " for axis in sorted(wanted ^ given)).rstrip() + ")"
+    given, wanted = map(_varying, rule.groups())
+    axes = _axes(wanted ^ given)
     fix = (
         f"return jax.lax.pcast(gradient, {axes}, to='varying'), and leave out a sum that JAX makes itself"
         if wanted - given
@@ -199,6 +210,16 @@ def _of_a_rule(text: str, place: str) -> TypeMismatch | None:
         "a custom backward rule must return a gradient that differs between devices as its argument does, got "
         f"{rule[1]} for {rule[2]}, in {place}: {fix}"
     )
+
+
+def _varying(kind: str) -> set[str]:
+    """The mesh axes along which an array differs, by its type as JAX writes it."""
+    return {axis for group in re.findall(r"V:\(?([\w,]+)", kind) for axis in group.split(",") if axis}
+
+
+def _axes(axes: Collection[str]) -> str:
+    """Mesh axes as a tuple of Python's."""
+    return "(" + "".join(f"'{axis}', " for axis in sorted(axes)).rstrip() + ")"
 
 
 def _of_a_copy(name: str) -> TypeMismatch:
