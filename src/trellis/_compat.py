@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import importlib
 import re
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterator
@@ -11,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import take_current_trace
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trellis.frames import in_a_library
 
@@ -94,9 +96,9 @@ def unknown_axis(error: BaseException, axes: Collection[str]) -> str | None:
         return None
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not in_a_library(frame.filename)]
     line = (frames[-1].line or "") if frames else ""
-    if not re.search(r"\b(p(sum|mean|max|min|permute|shuffle|cast|vary)|psum_scatter|all_to_all)\(", line):
-        return None
-    return next((name for name in re.findall(r"""["'](\w+)["']""", line) if name not in axes), None)
+    called = re.search(r"\b(p(sum|mean|max|min|permute|shuffle|cast|vary)|psum_scatter|all_to_all)\(.*", line)
+    names = re.findall(r"""["'](\w+)["']""", called[0]) if called else []
+    return next((name for name in names if name not in axes), None)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -126,8 +128,6 @@ def cudnn_assumed() -> Generator[None]:
 
     The check is a function of a private module, in JAX 0.10.2 to 0.12.0; if it is missing, nothing changes.
     """
-    import importlib
-
     try:
         module: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
         original = module.check_cudnn_version
@@ -147,7 +147,6 @@ def keep_mapped_axes_sharded() -> None:
     JAX 0.10.2 lowers it with the mapped dimensions whole, so XLA gathers them; 0.12 does what is done here. If the
     private function is not that of 0.10.2, nothing changes.
     """
-    import importlib
     import inspect
 
     module: Any = importlib.import_module("jax._src.shard_map")
@@ -168,8 +167,6 @@ def zeros_in_their_states() -> None:
     JAX 0.10.2 to 0.12.0 leave these states out. Then gradients of what a loop or a branch takes of copies, and stacks
     of pending sums, are refused. If the private names are missing, nothing changes.
     """
-    import functools
-    import importlib
 
     def in_states(make):
         @functools.wraps(make)
@@ -188,15 +185,18 @@ def zeros_in_their_states() -> None:
             makers[name] = in_states(makers[name])
 
 
-def scatter_beside_explicit_axes() -> None:
+def manual_beside_explicit_axes() -> None:
+    """Mends what JAX lacks in a `shard_map` that makes only some mesh axes manual, also inside another."""
+    _scatter_beside_explicit_axes()
+    _keep_residuals_of_own_axes()
+
+
+def _scatter_beside_explicit_axes() -> None:
     """Lets JAX's `psum_scatter`, and the gradient of its `all_gather`, be compiled where other mesh axes are explicit.
 
     JAX 0.10.2 to 0.12.0 make the type of one number from the operand's, with its slices, and stop. If the private
     function is missing, nothing changes.
     """
-    import functools
-    import importlib
-
     from jax.interpreters import mlir
 
     module: Any = importlib.import_module("jax._src.lax.parallel")
@@ -214,15 +214,30 @@ def scatter_beside_explicit_axes() -> None:
     mlir.register_lowering(module.reduce_scatter_p, functools.partial(lowering, jax.lax.add_p))
 
 
+def _keep_residuals_of_own_axes() -> None:
+    """Lets JAX differentiate one `shard_map` inside another: what is kept for the gradient is sliced over its own axes.
+
+    JAX 0.10.2 slices it over the outer one's too, and stops. Without the private method nothing changes.
+    """
+    arrays: Any = ShapedArray
+    original = getattr(arrays, "nospec", None)
+    if original is None or original.__module__ == __name__:
+        return
+
+    def nospec(self, mesh, check_vma, all_names):
+        kept, own = original(self, mesh, check_vma, all_names), frozenset(all_names)
+        axes = tuple(a for a in all_names if not check_vma or a in self.mat.varying)
+        return PartitionSpec(*[axes][: len(axes)], unreduced=kept.unreduced & own, reduced=kept.reduced & own)
+
+    arrays.nospec = nospec
+
+
 def choose_among_slices() -> None:
     """Lets a `cond` whose predicate is mapped choose among values in slices, also in a backward rule.
 
     JAX 0.10.2 to 0.12.0 compute all branches and select. They broadcast the predicate as if the values were whole, and
     the types refuse that. If these private functions are missing, nothing changes.
     """
-    import functools
-    import importlib
-
     module = importlib.import_module("jax._src.lax.control_flow.conditionals")
 
     def lying_alike(select):
@@ -251,9 +266,6 @@ def keep_programs_that(load_right: Callable[[Any], bool]) -> bool:
     Args:
         load_right: of a compiled program (JAX's `LoadedExecutable`) whether it computes the same when it was loaded.
     """
-    import functools
-    import importlib
-
     module: Any = importlib.import_module("jax._src.compilation_cache")
     keep, take = (getattr(module, f"{verb}_executable_and_time", None) for verb in ("put", "get"))
     if keep is None or take is None:
@@ -398,8 +410,6 @@ def _added_up(function, *args):
 
 
 def _cudnn():
-    import importlib
-
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 
@@ -446,8 +456,6 @@ def within_equation(equation) -> Generator[None]:
 
     `jax.core.eval_jaxpr` does so by a private module, in JAX 0.10.2 to 0.12.0; if it is missing, scopes are lost.
     """
-    import importlib
-
     try:
         info = importlib.import_module("jax._src.source_info_util")
         stack = info.current_name_stack() + equation.source_info.name_stack
@@ -466,8 +474,6 @@ def full_text(program: jax.stages.Compiled | jax.stages.Lowered) -> str:
 
     The printer's options are in the private module `jaxlib._hlo`, in JAX 0.10.2 to 0.12.0.
     """
-    import importlib
-
     options = importlib.import_module("jaxlib._hlo").HloPrintOptions()
     options.print_large_constants = True
     if isinstance(program, jax.stages.Lowered):

@@ -230,6 +230,16 @@ def test_outside_of_manual_mode(mesh):
         gather_matmul("a/y b, b c -> a c", jnp.ones((4, 2)), jnp.ones((2, 2)), ring=Ring(axis="y"))
 
 
+def test_in_manual_mode_over_some_axes(mesh):
+    def some(x: f32["a/y b"], w: f32["b c"]) -> f32["a c"]:
+        return gather_matmul("a/y b, b c -> a c", x, w, ring=Ring(axis="y"))
+
+    types = (struct_shapes(f32[t], dict(a=4, b=2, c=2), mesh) for t in ("a/y b", "b c"))
+    with pytest.raises(RingError) as caught:
+        jax.eval_shape(tr.shard_map(some, axes={"y"}), *types)
+    assert "got a shard_map with axes={'y'}, in" in str(caught.value) and ": leave out its axes" in str(caught.value)
+
+
 def test_a_block_has_three_types(mesh):
     message = "a feed-forward block needs three types, of x, of the weights into it and of the weight out of it, got 1"
     with pytest.raises(RingError, match=message):

@@ -8,6 +8,7 @@ import pytest
 
 from tests.models.small import CONFIGS
 from tests.train.small import trellis
+from trellis.nn.moe import Routing
 from trellis.run.schema import plain
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -16,6 +17,11 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 def _mixture(way: str):
     mixtral = CONFIGS["mixtral"]
     return dataclasses.replace(mixtral, routing=dataclasses.replace(mixtral.routing, way=way))
+
+
+def _windows():
+    """Three pairs of layers, of which one sees a window."""
+    return dataclasses.replace(CONFIGS["gpt_oss"], layers=6, vocab=260, routing=Routing(balance_over="sequence"))
 
 
 REFUSED = {
@@ -105,6 +111,13 @@ REFUSED = {
         "stages and groups that do not divide the layers, with layout.context",
         "layout.context",
         "use --layout.context exchange or gather without --layout.overlap, or stages that divide the layers",
+    ),
+    "uneven layers that gather under a window": (
+        {"model": _windows(), "mesh.stage": 2, "mesh.context": 2, "layout.context": "gather"},
+        "Rings in a pipeline need the same number of layers on every stage and in every group.",
+        "stages and groups that do not divide the layers, with layout.context under a window of 6",
+        "layout.context",
+        "use --layout.context exchange without --layout.overlap, or stages that divide the layers",
     ),
     "layers before the stages in a ring": (
         {"model": CONFIGS["deepseek_v3"], "mesh.stage": 2, "mesh.data": 2, "mesh.context": 2},

@@ -102,6 +102,12 @@ def test_arrays_that_are_stacked_and_taken_apart(spec, axis):
     np.testing.assert_array_equal(on_a_device(both, spec, spec), np.arange(8.0))
 
 
+def test_a_key_that_the_program_closes_over():
+    key = jax.random.key(0)
+    drawn = on_a_device(lambda x, _: x + jax.random.normal(key, x.shape), P(), P())
+    np.testing.assert_allclose(drawn, np.arange(8.0) + jax.random.normal(key, (8,)), rtol=1e-6)
+
+
 def _there_and_back(x, parts):
     """Through whole numbers of the same width, or of a half or a quarter of it."""
     bits = jax.lax.bitcast_convert_type(x, parts)

@@ -401,15 +401,20 @@ def test_axes_left_to_an_explicit_program(mesh, program, axes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), got, want)
 
 
-def test_a_manual_function_inside_a_manual_function(mesh):
+@pytest.mark.parametrize("run", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
+def test_a_manual_function_inside_a_manual_function(mesh, run):
     @shard_map(axes={"d"})
     def outer(x: f32["batch/d embed"], up: f32["embed hidden/m"], down: f32["hidden/m embed"]) -> f32["batch/d embed"]:
         return shard_map(mlp, axes={"m"})(x, up, down)
 
     with jax.set_mesh(mesh):
-        x, up, down = put(mesh, (8, 8), "b/d e"), put(mesh, (8, 16), "e h/m", 1), put(mesh, (16, 8), "h/m e", 2)
-        y = jax.jit(outer)(x, up, down)
-    np.testing.assert_allclose(y, np.tanh(np.asarray(x) @ np.asarray(up)) @ np.asarray(down), rtol=1e-4, atol=1e-4)
+        arrays = put(mesh, (8, 8), "b/d e"), put(mesh, (8, 16), "e h/m", 1), put(mesh, (16, 8), "h/m e", 2)
+        y, pull = jax.vjp(run(outer), *arrays)
+        gradients = jax.jit(pull)(jnp.cos(y))
+    x, up, down = map(jnp.asarray, jax.device_get(arrays))
+    want, pull = jax.vjp(lambda x, up, down: jnp.tanh(x @ up) @ down, x, up, down)
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), gradients, pull(jnp.cos(want)))
 
 
 def test_pending_sums_add_up_over_a_scan_with_axes_left(mesh):

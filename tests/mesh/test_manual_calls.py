@@ -158,6 +158,38 @@ def test_a_collective_over_an_axis_that_is_none(call):
     )
 
 
+def test_the_name_that_is_no_axis_is_told_and_no_other_on_its_line():
+    @shard_map
+    def apart(x: f32["b/d e"]) -> f32["b/d e"]:
+        return {"e": jax.lax.psum(x, "dd")}["e"]
+
+    with pytest.raises(MeshError, match="got 'dd', in `apart`"):
+        apart(put((4, 4), "b/d e"))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "seen"),
+    [
+        ([(i, i + 1) for i in range(4)], "4, which is none of 4 devices"),
+        ([(0, 1.0)], "1.0, which is none of 4 devices"),
+        ([(0, 1), (2, 1)], "device 1 twice in (1, 1)"),
+        ([(0, 3), (2, -1)], "device 3 twice in (3, -1)"),
+        ([(0, 1), (0, 2)], "device 0 twice in (0, 0)"),
+    ],
+)
+def test_a_permute_that_is_no_permutation(pairs, seen):
+    @shard_map
+    def sent(x: f32["b/d e"]) -> f32["b/d e"]:
+        return jax.lax.ppermute(x, "d", pairs)
+
+    with pytest.raises(NotationError) as error:
+        sent(put((4, 4), "b/d e"))
+    assert told(error, by_line=True) == (
+        f"a permute must send from a device once at most, and to one once at most, got {seen}, in `sent`: count "
+        "devices along 'd' from 0, as in (i, (i + 1) % size)"
+    )
+
+
 def test_an_assertion_of_ones_own_stays():
     @shard_map
     def apart(x: f32["b/d e"]) -> f32["b/d e"]:
@@ -205,3 +237,29 @@ def test_an_array_without_elements_is_moved_as_any_other(shape, axes):
     assert [typeof(y) for y in jax.jit(program)(x)] == [typeof(put(shape, text)) for text in ("b e/m", "b/d e/m")]
     gradient = jax.jit(jax.grad(lambda x: sum(map(jnp.sum, program(x)))))(x)
     assert typeof(gradient) == typeof(x)
+
+
+@pytest.mark.parametrize(
+    ("axes", "first", "step", "seen", "fix"),
+    [
+        (None, lambda x: jnp.zeros(x.shape), lambda c, x: c + x, "f32[1,4] and then f32[1,4]{V:d}",
+         "start it with jax.lax.pcast(..., ('d',), to='varying')"),
+        (None, lambda x: x, lambda c, x: jax.lax.psum(c, "d"), "f32[1,4]{V:d} and then f32[1,4]",
+         "return jax.lax.pcast(..., ('d',), to='varying') from it"),
+        ({"d"}, lambda x: jnp.zeros(4), lambda c, x: c + einsum("b/d e -> e +d", x), "f32[4] and then f32[4]{V:d}",
+         "start it with jax.lax.pcast(..., ('d',), to='varying'), or if it is a pending sum with "
+         'reshard("e -> e +d", ...)'),
+    ],
+    ids=["zeros", "summed", "pending"],
+)  # fmt: skip
+def test_a_carry_that_starts_otherwise_than_it_goes_on(axes, first, step, seen, fix):
+    @shard_map(axes=axes)
+    def looped(x: f32["b/d e"]) -> f32["b/d e"]:
+        return jax.lax.fori_loop(0, 3, lambda i, c: step(c, x), first(x)) + x
+
+    with pytest.raises(TypeMismatch) as error:
+        looped(put((4, 4), "b/d e"))
+    assert told(error, by_line=True) == (
+        f"a loop's carry must start with the type that its body returns, got {seen.replace('f32', 'float32')}, in "
+        f"`looped`: {fix}"
+    )

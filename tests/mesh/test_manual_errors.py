@@ -349,6 +349,13 @@ X = ((8, 8), "batch/d embed")
             "manual axes must be axes of the mesh, got 'q' where the mesh has d, m, in `same`: use one of these",
         ),
         (
+            same,
+            set(),
+            X,
+            "a manual function must make mesh axes manual, got axes of none, in `same`: name some of d, m, or leave "
+            "axes out for all of them",
+        ),
+        (
             half,
             None,
             X,

@@ -81,3 +81,23 @@ def test_a_rule_that_sums_what_jax_has_summed_is_refused(outside):
 def test_a_rule_whose_gradient_is_the_same_where_its_argument_differs_is_told():
     with pytest.raises(TypeMismatch, match=r"backward rule must return .* return jax.lax.pcast\(gradient, \('m',\)"):
         gradients(alike, with_rule(total, alike))
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_rule_that_forgets_a_sum_is_told(outside):
+    """The gradient of a weight that all devices hold, of each device's rows alone."""
+    product = jax.custom_vjp(lambda x, w: x @ w)
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, d: (d @ kept[1].T, kept[0].T @ d))
+
+    @tr.shard_map
+    def value(x: tr.f32["rows/m in"], w: tr.f32["in out"]) -> tr.f32["rows/m out"]:
+        return product(x, w)
+
+    @tr.shard_map
+    def gradient(x: tr.f32["rows/m in"], w: tr.f32["in out"]) -> tr.f32["in out"]:
+        return jax.grad(lambda w: product(x, w).sum())(w)
+
+    with jax.set_mesh(tr.make_mesh(m=8)):
+        x, w = jnp.ones((8, 4), out_sharding=jax.P("m")), jnp.ones((4, 2))
+        with pytest.raises(TypeMismatch, match=r": return jax.lax.psum\(gradient, \('m',\)\), or pass jax.lax.pcast"):
+            tr.grad(lambda w: value(x, w).sum())(w) if outside else gradient(x, w)

@@ -43,7 +43,7 @@ def check_on_mesh(run: Run, layout: Layout, model: LanguageModel) -> None:
             _check_parts(run, layout, routing)
         _check_stages(run, layout)
         if run.mesh.stage > 1 and not model.looks_ahead:
-            _check_permutes(layout, declared)
+            _check_permutes(run, layout, declared)
 
 
 def _check_batch(run: Run, layout: Layout) -> None:
@@ -206,25 +206,29 @@ def _check_stages(run: Run, layout: Layout) -> None:
             )
 
 
-def _check_permutes(layout: Layout, declared: Sequence[Parameter]) -> None:
+def _check_permutes(run: Run, layout: Layout, declared: Sequence[Parameter]) -> None:
     """Refuses permutes that some stage would not take part in: a permute is one of all devices."""
     kinds, (_, pos, _, _) = dict(layout.context), layout.assign(QUERY)
-    rings = [f"layout.{axis}" for axis in pos if kinds.get(axis) == "ring"]
+    window = getattr(run.model, "window", None)
+    near = window is not None and window < run.data.sequence_length  # a gather then asks only its neighbours, too
+    rings = [f"layout.{axis}" for axis in pos if kinds.get(axis, "gather") in ("ring", *["gather"] * near)]
     permutes = [*rings, *(["layout.overlap"] if layout.overlap else [])]
     first = [p.path for p in declared if "heads" in p.names and not p.is_stacked]
+    others = "exchange" if near else "exchange or gather"
     if permutes and layout.uneven:
         raise UserError(
             "Rings in a pipeline need the same number of layers on every stage and in every group.",
-            seen=f"stages and groups that do not divide the layers, with {' and '.join(permutes)}",
+            seen=f"stages and groups that do not divide the layers, with {' and '.join(permutes)}"
+            + (f" under a window of {window}" if near and rings else ""),
             where=permutes[0],
-            fix="use --layout.context exchange or gather without --layout.overlap, or stages that divide the layers",
+            fix=f"use --layout.context {others} without --layout.overlap, or stages that divide the layers",
         )
     if rings and first:
         raise UserError(
             "Layers before the pipeline run on its first stage only, and cannot use a ring.",
             seen=f"`{first[0]}`, with {' and '.join(rings)} a ring",
             where=rings[0],
-            fix="use --layout.context exchange or gather, or --mesh.stage 1",
+            fix=f"use --layout.context {others}, or --mesh.stage 1",
         )
 
 

@@ -142,7 +142,9 @@ def _plain(x):
             fix="put it into the model, or pass it to the layers",
         )
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        with jax.ensure_compile_time_eval():  # the loop of the ticks would trace it
+            data = np.asarray(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return np.asarray(x)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from trellis._compat import in_a_rule
 from trellis.mesh.manual.ops import marked
-from trellis.mesh.manual.refusals import among_groups, eqn_line, refusal
+from trellis.mesh.manual.refusals import among_groups, eqn_line, no_permutation, refusal
 from trellis.notation import NotationError, PendingSumError
 from trellis.notation.binding import Bindings
 from trellis.program.manual import COLLECTIVES, SUMS, axes_over
@@ -125,6 +125,8 @@ class _Check:
         groups = operation.params.get("axis_index_groups")
         if groups and COLLECTIVES.get(name) == "all-reduce":  # JAX's types take its result for the same on all devices
             raise NotationError(among_groups(name, line_of(operation), self.bindings))
+        if name == "ppermute":
+            self.check_pairs(operation)
         if name == "name":
             begun, ended = marked(operation.params["name"])
             return [dataclasses.replace(operands[0], pending=(operands[0].pending | begun) - ended)]
@@ -139,6 +141,16 @@ class _Check:
         same = (_alike_along(same, operation) - over) | (over if name in _SAME_AFTER else _NONE)
         given, lost = any(held.given for held in operands), [pending | summed(value) for value in operation.results]
         return [Held(pending, settled - each, same - each, given) for each in lost]
+
+    def check_pairs(self, operation: Operation) -> None:
+        """Refuses a permute that is no permutation of devices, of which JAX tells in a lowering, without the line."""
+        sizes, axes = jax.sharding.get_abstract_mesh().shape, axes_over(operation)
+        if wrong := no_permutation(operation.params["perm"], math.prod(sizes[axis] for axis in axes)):
+            raise NotationError(
+                f"a permute must send from a device once at most, and to one once at most, got {wrong}, in "
+                f"`{self.bindings.function}`{line_of(operation)}: count devices along '{'/'.join(axes)}' from 0, as in "
+                "(i, (i + 1) % size)"
+            )
 
     def pending(self, operation: Operation, operands: list[Axes]) -> Axes:
         """The axes along which the results are pending, where JAX's types do not say so."""

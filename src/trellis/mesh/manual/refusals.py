@@ -1,9 +1,13 @@
 """Refusals of manual programs, in the notation: the rule, what was seen, the line of the user's program, the fix."""
 
+import collections
 import linecache
 import os
 import re
 import traceback
+from collections.abc import Collection, Sequence
+
+import numpy as np
 
 from trellis._compat import maps_no_copies, of_groups
 from trellis.errors import TrellisError, did_you_mean
@@ -62,16 +66,20 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
             f"{', '.join(along)} of one that is the same along {', '.join(alike)}, in `{bindings.function}`{line}: "
             f"leave {alike[0] if alike else 'one'} out, or use reshard"
         ) from error
-    if rule := re.search(
-        r"bwd rule produced an output of type (\S+) corresponding to an input of type (\S+), so", text
+    if (wrong := _of_a_rule(text, f"`{bindings.function}`{line}")) is not None:
+        raise wrong from error
+    if carried := re.search(
+        r"has type (\S+) but the corresponding output carry component has type (\S+), so the manual axis types", text
     ):
-        given, wanted = rule.groups()
-        axes = ", ".join(f"'{axis}'" for group in re.findall(r"V:\(?([\w,]+)", wanted) for axis in group.split(","))
-        fix = f"return jax.lax.pcast(gradient, ({axes},), to='varying')" if axes else "sum it over devices"
+        first, later = map(_varying, carried.groups())
+        fix = f"start it with jax.lax.pcast(..., {_axes(later - first)}, to='varying')"
+        if sums := [s for s in dict.fromkeys(bindings.pending) if (later - first) & set(s.pending)]:
+            fix += f', or if it is a pending sum with reshard("{settled(sums[-1])} -> {sums[-1]}", ...)'
+        if not later - first:
+            fix = f"return jax.lax.pcast(..., {_axes(first - later)}, to='varying') from it"
         raise TypeMismatch(
-            "a custom backward rule must return a gradient that differs between devices as its argument does, got "
-            f"{given} for {wanted}, in `{bindings.function}`{line}: {fix}; for an argument that is the same on all "
-            "devices, JAX sums the gradient itself"
+            f"a loop's carry must start with the type that its body returns, got {carried[1]} and then {carried[2]}, "
+            f"in `{bindings.function}`{line}: {fix}"
         ) from error
     if not _REFUSED.search(text):
         return
@@ -110,6 +118,29 @@ def not_along(name: str, function: str, mesh) -> str:
         f"a collective must run along axes of the mesh ({mesh_text(mesh)}), got {name!r}, in `{function}`: "
         f"{did_you_mean(name, mesh.axis_names)}"
     )
+
+
+def none_manual(function: str, mesh, asked: Collection[str]) -> str:
+    """The text of a refusal of a call of `shard_map` that makes no mesh axis manual."""
+    if not asked:
+        return (
+            f"a manual function must make mesh axes manual, got axes of none, in `{function}`: name some of "
+            f"{', '.join(mesh.axis_names)}, or leave axes out for all of them"
+        )
+    return (
+        f"a mesh axis cannot become manual twice, got a call where all of ({mesh_text(mesh)}) are manual, in "
+        f"`{function}`: remove its @shard_map, or call its `__wrapped__`"
+    )
+
+
+def no_permutation(pairs: Sequence, count: int) -> str | None:
+    """What is wrong with the pairs of devices that a permute sends from and to, of `count` along its mesh axes."""
+    for each in zip(*pairs):
+        if wrong := [d for d in each if not isinstance(d, int | np.integer) or not -count <= d < count]:
+            return f"{wrong[0]}, which is none of {count} devices"
+        if twice := [d for d, times in collections.Counter(d % count for d in each).items() if times > 1]:
+            return f"device {twice[0]} twice in {tuple(each)}"
+    return None
 
 
 def raise_of_call(error: Exception, name: str, mesh) -> None:
@@ -151,6 +182,8 @@ def raise_of_call(error: Exception, name: str, mesh) -> None:
 def raise_of_gradient(error: Exception, name: str) -> None:
     """Puts what JAX says when it differentiates a manual function into our words; lets any other error pass."""
     text = str(error)
+    if (wrong := _of_a_rule(text, f"`{name}`")) is not None:
+        raise wrong from error
     wanted = found[1] if (found := re.search(r"Expected cotangent type (.*) but got", text)) else ""
     if re.search(r"\bR:", wanted):
         raise TypeMismatch(
@@ -159,6 +192,34 @@ def raise_of_gradient(error: Exception, name: str) -> None:
         ) from error
     if re.search(r"\bU:", wanted) or re.search("reduced rule for .* not implemented", text):
         raise _of_a_copy(name) from error
+
+
+def _of_a_rule(text: str, place: str) -> TypeMismatch | None:
+    """What JAX says of a custom backward rule, in our words."""
+    rule = re.search(r"bwd rule produced an output of type (\S+) corresponding to an input of type (\S+), so", text)
+    if rule is None:
+        return None
+    given, wanted = map(_varying, rule.groups())
+    axes = _axes(wanted ^ given)
+    fix = (
+        f"return jax.lax.pcast(gradient, {axes}, to='varying'), and leave out a sum that JAX makes itself"
+        if wanted - given
+        else f"return jax.lax.psum(gradient, {axes}), or pass jax.lax.pcast(argument, {axes}, to='varying')"
+    )
+    return TypeMismatch(
+        "a custom backward rule must return a gradient that differs between devices as its argument does, got "
+        f"{rule[1]} for {rule[2]}, in {place}: {fix}"
+    )
+
+
+def _varying(kind: str) -> set[str]:
+    """The mesh axes along which an array differs, by its type as JAX writes it."""
+    return {axis for group in re.findall(r"V:\(?([\w,]+)", kind) for axis in group.split(",") if axis}
+
+
+def _axes(axes: Collection[str]) -> str:
+    """Mesh axes as a tuple of Python's."""
+    return "(" + "".join(f"'{axis}', " for axis in sorted(axes)).rstrip() + ")"
 
 
 def _of_a_copy(name: str) -> TypeMismatch:

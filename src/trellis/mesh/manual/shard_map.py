@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
-from trellis._compat import scatter_beside_explicit_axes, unknown_axis, zeros_in_their_states
+from trellis._compat import manual_beside_explicit_axes, unknown_axis, zeros_in_their_states
 from trellis.mesh.landing import placed
 from trellis.mesh.manual.check import check_pending, met_line
-from trellis.mesh.manual.refusals import not_along, raise_in_notation, raise_of_call
+from trellis.mesh.manual.refusals import none_manual, not_along, raise_in_notation, raise_of_call
 from trellis.mesh.manual.reshard import TransitionError, check_slice
 from trellis.mesh.manual.rules import check_rules
 from trellis.mesh.manual.slices import check_slices, joined_in, otherwise, sliced_as
@@ -36,6 +36,7 @@ from trellis.notation.state import mesh_of, mode_of, state_of
 from trellis.notation.struct import check_divides
 from trellis.notation.typeof import is_array, is_named
 from trellis.program.reading import Program
+from trellis.program.trace import equations_of
 
 
 def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection[str] | None" = None) -> Callable:
@@ -190,17 +191,14 @@ class _Call:
                 f"this call, in `{self.name}`: remove it from axes"
             )
         if not asked - taken:
-            raise NotationError(
-                f"a mesh axis cannot become manual twice, got a call where all of ({mesh_text(shown)}) are manual, in "
-                f"`{self.name}`: remove its @shard_map, or call its `__wrapped__`"
-            )
+            raise NotationError(none_manual(self.name, shown, asked))
         single = {axis for axis, size in shown.shape.items() if size == 1}
         self.shape = shown
         self.manual = tuple(a for a in shown.axis_names if a in (asked | single) - taken)
         left = [a for a in shown.axis_names if a not in (*self.manual, *single)]
         self.partly = bool(left)
         if self.partly:
-            scatter_beside_explicit_axes()
+            manual_beside_explicit_axes()
         else:
             zeros_in_their_states()
 
@@ -352,7 +350,10 @@ class _Call:
             read = Program(traced.jaxpr)
             pending, lie, untold = self.checked(read, [_sliced(spec, x.ndim) for spec, x in zip(specs, slices)])
             check_rules(traced, slices, self.bindings)
-            arrays = eval_jaxpr(traced.jaxpr, traced.consts, *slices)
+            run = functools.partial(eval_jaxpr, traced.jaxpr, traced.consts)
+            if any(equations_of(traced.jaxpr, "shard_map")):
+                run = jax.jit(run)  # JAX runs one inside another only in a compiled program (0.10.2)
+            arrays = run(*slices)
             typed = [leaf for leaf in out["leaves"] if leaf.kind is not None]
             for leaf, dims, value in zip(typed, lie, read.results, strict=True):
                 self.check_result(leaf)

@@ -226,8 +226,8 @@ class Pieces:
             raise NamesError(
                 "layers that permute (a ring along sliced positions, overlapped products) must be split evenly over "
                 f"the stages of a pipeline, got {parts.layers} '{self.source.name}' in {parts.count} parts: use "
-                "stages and groups that divide them, or reach other slices by a gather or an exchange (the layout's "
-                "context), and no overlap"
+                "stages and groups that divide them, or reach other slices by an exchange or, without a window, a "
+                "gather (the layout's context), and no overlap"
             )
 
     def _read_by(self, traced: Traced) -> list[int]:
