@@ -49,21 +49,7 @@ def proof_of(
     else:
         meant = _computed(reference, args, subject)
     watch.note("reference")
-    if len(meant) != len(subject.wanted):
-        raise UserError(
-            "A reference must return the same arrays as the function.",
-            seen=f"{len(meant)} arrays, where `{subject.name}` returns {len(subject.wanted)}",
-            where="reference",
-            fix="return the same tree",
-        )
-    for wanted, value, result in zip(subject.wanted, meant, jax.tree.leaves(subject.lowered.out_info), strict=True):
-        if value.shape[: len(result.shape)] != result.shape:  # a random key's words come after
-            raise UserError(
-                "A reference must return the same arrays as the function.",
-                seen=f"shape {value.shape} for {wanted.name}, where `{subject.name}` returns {result.shape}",
-                where="reference",
-                fix="return arrays of the same shapes",
-            )
+    _check(meant, subject)
     wanted = [dataclasses.replace(wanted, value=value) for wanted, value in zip(subject.wanted, meant)]
     subject = dataclasses.replace(subject, wanted=wanted)
     proof = subject.execute(compiled, bound=bound)
@@ -72,6 +58,33 @@ def proof_of(
         proof = dataclasses.replace(proof, finding=subject.why(compiled, bound))
         watch.note("looking for the reason")
     return dataclasses.replace(proof, seconds=watch.seconds)
+
+
+def _check(meant: Sequence[np.ndarray], subject: Subject) -> None:
+    """Refuses results that the function's cannot be compared with."""
+    if len(meant) != len(subject.wanted):
+        raise UserError(
+            "A reference must return the same arrays as the function.",
+            seen=f"{len(meant)} arrays, where `{subject.name}` returns {len(subject.wanted)}",
+            where="reference",
+            fix="return the same tree",
+        )
+    for wanted, value, result in zip(subject.wanted, meant, jax.tree.leaves(subject.lowered.out_info), strict=True):
+        words = jax.dtypes.issubdtype(result.dtype, jax.dtypes.prng_key)  # a random key's come after its dimensions
+        if (value.shape[: len(result.shape)] if words else value.shape) != result.shape:
+            raise UserError(
+                "A reference must return the same arrays as the function.",
+                seen=f"shape {value.shape} for {wanted.name}, where `{subject.name}` returns {result.shape}",
+                where="reference",
+                fix="return arrays of the same shapes",
+            )
+        if jax.numpy.issubdtype(value.dtype, jax.numpy.floating) and value.dtype.itemsize < 4:
+            raise UserError(
+                "A reference must compute in float32, as the compiled program is held: rounding is no mistake.",
+                seen=f"{value.dtype} for {wanted.name}",
+                where="reference",
+                fix="begin it with x.astype('float32')",
+            )
 
 
 def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: int) -> Subject:
