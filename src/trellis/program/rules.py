@@ -420,6 +420,11 @@ def _cut(operation: Operation) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(before, after)) if a != b and not (strides[i] > 1 and a == b * strides[i])]
 
 
+def _padded(operation: Operation) -> list[int]:
+    """Also one that is cut off at one end by as much as it gets at the other."""
+    return [i for i, config in enumerate(operation.params["padding_config"]) if any(config)]
+
+
 def _updated(operation: Operation) -> list[int]:
     whole, update = (value.shape for value in operation.operands[:2])
     return [i for i, (a, b) in enumerate(zip(whole, update)) if a != b]
@@ -431,7 +436,7 @@ def _one(name: str) -> Callable[[Operation], list[int]]:
 
 _RESHAPING: dict[str, tuple[str, Callable[[Operation], list[int]]]] = {
     "slice": ("permute", _cut),
-    "pad": ("permute", _cut),
+    "pad": ("permute", _padded),
     "dynamic_slice": ("all-gather", _cut),
     "dynamic_update_slice": ("all-gather", _updated),
     "split": ("permute", _one("axis")),
