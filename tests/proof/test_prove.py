@@ -120,6 +120,15 @@ def test_a_reference_that_cannot_be_compared_is_refused(four, reference, text):
         tr.prove(jnp.sum, x, on="v5e:2x2", reference=reference)
 
 
+def test_a_reference_has_the_names_of_the_function(four):
+    x = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(four, P("x")))
+    named = lambda names: lambda x: {"y": tr.named(x, names)}
+    prove = partial(tr.prove, named("rows columns"), x, on="v5e:2x2")
+    assert prove(reference=named("rows columns")).proven and prove(reference=lambda x: x).proven
+    with pytest.raises(UserError, match="names columns rows for y, where .* returns rows columns"):
+        prove(reference=named("columns rows"))
+
+
 def test_what_cannot_be_proven_says_why(four):
     with pytest.raises(UserError, match="The mesh must have as many devices as the target"):
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x4")
