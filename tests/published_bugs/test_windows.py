@@ -71,6 +71,23 @@ def test_a_weights_gradient_that_would_be_multiplied_is_refused(spec):
     assert "tr.shard_map" in str(error.value)
 
 
+@pytest.mark.parametrize(("sizes", "right"), [({"data": 4}, True), ({"data": 2, "model": 2}, False)])
+def test_where_the_compiler_places_everything(sizes, right):
+    """Types do not say what is summed, so several mesh axes are refused; a device's own slice is not."""
+    mesh = tr.make_mesh(jax.devices()[:4], axis_type="auto", **sizes)
+    x = jax.device_put(X, jax.NamedSharding(mesh, P("data")))
+    weight = jax.device_put(WEIGHT, jax.NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        tr.ledger(gradient(by_slices), weight, x)
+        if right:
+            tr.ledger(gradient(depthwise), weight, x)
+        else:
+            with pytest.raises(UserError, match="on data=2, model=2, of which the compiler chooses"):
+                tr.ledger(gradient(depthwise), weight, x)
+        found, alone = jax.jit(gradient(depthwise))(weight, x), gradient(depthwise)(WEIGHT, X)
+    np.testing.assert_allclose(found, alone * (1 if right else 2), rtol=1e-4)
+
+
 def test_a_weights_gradient_that_is_summed_over_all_devices_is_right():
     x, weight = placed("data", ("model", "stage"))
     with jax.set_mesh(MESH):

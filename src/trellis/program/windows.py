@@ -26,21 +26,27 @@ def refuse_windows(program: Program) -> None:
     """
     for operation in program.walk():
         if operation.name == "conv_general_dilated" and operation.params["batch_group_count"] > 1:
-            _refuse_groups(operation)
+            _refuse_groups(operation, program)
         elif operation.name == "select_and_scatter_add":
             _refuse_overlaps(operation)
 
 
-def _refuse_groups(operation: Operation) -> None:
+def _refuse_groups(operation: Operation, program: Program) -> None:
     states = [value.state for value in operation.operands]
-    real = _real_axes(operation)
-    sliced = {axis for state in states for axis in state.sliced}
-    summed = [axis for axis in real if axis in RULES[operation.name](operation, states).pending]
-    if summed and (others := [axis for axis in real if axis not in sliced]):
+    if program.auto and states[0].mode != "manual":  # types do not say what is summed
+        sizes = [f"{axis}={size}" for axis, size in program.mesh.items() if size > 1]
+        wrong, along = len(sizes) > 1, f"on {', '.join(sizes)}, of which the compiler chooses"
+    else:
+        real, sliced = _real_axes(operation), {axis for state in states for axis in state.sliced}
+        summed = [axis for axis in real if axis in RULES[operation.name](operation, states).pending]
+        others = [axis for axis in real if axis not in sliced]
+        wrong = bool(summed and others)
+        along = f"summed over {', '.join(summed)}; the same along {', '.join(others)}"
+    if wrong:
         raise UserError(
             "The weight's gradient of a convolution with groups must be summed over all mesh axes: compilers also sum "
             "it over those along which devices hold the same.",
-            seen=f"{_types(operation)}, summed over {', '.join(summed)}; the same along {', '.join(others)}",
+            seen=f"{_types(operation)}, {along}",
             where=operation.source,
             fix="convolve the slice of each device, in tr.shard_map; or add up shifted arrays times their weights",
         )
