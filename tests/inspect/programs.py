@@ -167,6 +167,9 @@ PROGRAMS = {
     "merge dimensions": (
         lambda x: jnp.reshape(x, (64, 128), out_sharding=P(None, None)), arg((8, 8, 128), None, "data")
     ),
+    "merge sliced dimensions": (gradient(lambda x: x.reshape(64, 128)), arg((8, 8, 128), "data", "model")),
+    "split a dimension of two slices": (lambda x: x.reshape(8, 8, 128), arg((64, 128), ("data", "model"), None)),
+    "sums of windows": (lambda x: lax.reduce_window(x, 0.0, lax.add, (5, 1), (1, 1), "SAME"), X),
     "every other row": (lambda x: x[::2], X),
     "turned over": (lambda x: x[::-1], X),
     "dynamic slice": (lambda x, i: lax.dynamic_slice_in_dim(x, i, 16, 0), X, arg((), dtype=I)),

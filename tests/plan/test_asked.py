@@ -151,6 +151,10 @@ def test_the_fullest_device_has_all_rows_at_most(capsys):
     assert main([*mixture, "--load", "9"]) == 2
     assert "seen:  9, experts over 8 devices" in capsys.readouterr().err
     assert main([*mixture, "--load", "8"]) == 0
+    small = "plan tiny --on v5e:2x2 --model.family mixtral --model.experts 6 --model.experts_per_token 2 --load 1.5"
+    assert main(small.split()) == 2
+    assert "fix:   leave it out, or use --mesh.expert 2\n" in capsys.readouterr().err
+    assert main([*small.split(), "--mesh.expert", "2"]) == 0
 
 
 def test_advice_on_products_and_on_activations_can_be_followed():

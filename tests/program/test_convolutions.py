@@ -1,11 +1,13 @@
-"""Convolutions and Fourier transforms in the ledger: as many bytes as the compiled program moves."""
+"""Convolutions and Fourier transforms: as many bytes as the compiled program moves, and as many multiplications."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import trellis as tr
-from trellis.inspect import collectives, compare, ledger
+from trellis.inspect import collectives, compare, flops, ledger
+from trellis.inspect.work import work
+from trellis.program import trace
 
 FLAT = tr.Layout(tr.make_mesh(d=8), compute={"batch": "d"})
 PLANE = tr.Layout(tr.make_mesh(d=2, h=4), compute={"batch": "d", "height": "h"})
@@ -72,3 +74,47 @@ def test_a_fourier_transform_gathers_whole_arrays():
 
     axes, notes = both(FLAT, mixed, SEQUENCES, WEIGHT)
     assert axes in ({"d": (74_088, 74_088)}, {"d": (74_088, 168)}) and notes == {"", GUESS}
+
+
+@pytest.mark.parametrize(
+    ("stride", "out", "seen"),
+    [
+        (1, "out", 16 + 15 + 14),  # of each tap, the positions that are no padding
+        (2, "out", 8 + 8 + 7),
+        (1, "out/h", 16 + 15 + 14),
+        (2, "out/h", 8 + 8 + 7),
+    ],
+)
+def test_multiplications_of_a_convolution_and_its_gradients(stride, out, seen):
+    """Of each device. The gradient of `x` sees zeros between the elements of a convolution with strides."""
+
+    def convolve(x, w):
+        sharding, numbers = tr.parse(f"batch/d pos {out}").spec, ("NWC", "WIO", "NWC")
+        return jax.lax.conv_general_dilated(x, w, (stride,), [(0, 2)], dimension_numbers=numbers, out_sharding=sharding)
+
+    def placed(text, *shape):
+        sharding = jax.sharding.NamedSharding(PLANE.mesh, tr.parse(text).spec)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    args = placed("batch/d pos channel", 8, 16, 4), placed(f"tap channel {out}", 3, 4, 8)
+    each = 2 * (8 // 2) * 4 * (8 // 4 if "/" in out else 8) * seen
+    with jax.set_mesh(PLANE.mesh):
+        for fn, passes in ((convolve, 1), (jax.grad(lambda x, w: jnp.sum(convolve(x, w) ** 2), (0, 1)), 3)):
+            assert sum(op.flops * op.times for op in work(trace(fn, *args))) == pytest.approx(passes * each)
+            assert flops(jax.jit(fn).lower(*args).compile()) == passes * each
+
+
+def test_multiplications_of_a_depthwise_convolution():
+    """XLA for CPUs multiplies every channel of its weight's gradient with every other; the program does not."""
+    x, w = jnp.ones((2, 16, 8)), jnp.ones((3, 8, 8))
+    gradient = jax.grad(lambda w: jnp.sum(of_each_channel(tr.named(x, "b p c"), tr.named(w, "t c m")).array ** 2))
+    assert sum(op.flops * op.times for op in work(trace(gradient, w))) == pytest.approx(2 * 2 * 2 * 8 * (16 + 15 + 14))
+    of_its_weight = """HloModule gradient
+
+ENTRY %main (x: f32[8,16,8], y: f32[8,16,8]) -> f32[3,1,8] {
+  %x = f32[8,16,8] parameter(0)
+  %y = f32[8,16,8] parameter(1)
+  ROOT %w = f32[3,1,8] convolution(%x, %y), window={size=16 pad=2_0}, dim_labels=f0b_i0o->0bf, batch_group_count=8
+}
+"""
+    assert flops(of_its_weight) == 2 * 8 * 8 * (16 + 15 + 14)

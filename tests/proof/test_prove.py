@@ -92,6 +92,43 @@ def test_named_arrays_under_a_layout():
     assert [output.type for output in proof.outputs] == ["f32[]", "f32[embed/data=256 mlp/model=512]"]
 
 
+def test_infinities_and_nans_hide_nothing(four):
+    """They have to be where they should be (the last device has nothing else), and beside them numbers are compared."""
+    x = jax.device_put(jnp.linspace(-2, 2, 64).reshape(8, 8), NamedSharding(four, P("x")))
+    masked = lambda mask, factor=1.0: lambda x: jnp.where(x > 1, mask, x * factor)
+    prove = partial(tr.prove, on="v5e:2x2", explain=False)
+    for mask in (jnp.inf, -jnp.inf, jnp.nan):
+        assert prove(masked(mask), x, reference=masked(mask)).proven
+        (output,) = prove(masked(mask), x, reference=masked(mask, 1.5)).outputs
+        assert output.devices == (0, 1, 2) and 0.3 < output.error < 0.4, mask
+        for given, meant in ((mask, 0.0), (0.0, mask)):
+            assert prove(masked(given), x, reference=masked(meant)).error == jnp.inf, mask
+    with pytest.raises(UserError, match="A proof needs a result with numbers"):
+        prove(lambda x: jnp.log(-1 - x * x), x)
+
+
+@pytest.mark.parametrize(
+    ("reference", "text"),
+    [
+        (lambda x: jnp.broadcast_to(x.sum(), (4,)), r"shape \(4,\) for result, where .* returns \(\)"),
+        (lambda x: x.sum().astype(jnp.bfloat16), "bfloat16 for result"),
+    ],
+)
+def test_a_reference_that_cannot_be_compared_is_refused(four, reference, text):
+    x = jax.device_put(jnp.ones(8), NamedSharding(four, P("x")))
+    with pytest.raises(UserError, match=text):
+        tr.prove(jnp.sum, x, on="v5e:2x2", reference=reference)
+
+
+def test_a_reference_has_the_names_of_the_function(four):
+    x = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(four, P("x")))
+    named = lambda names: lambda x: {"y": tr.named(x, names)}
+    prove = partial(tr.prove, named("rows columns"), x, on="v5e:2x2")
+    assert prove(reference=named("rows columns")).proven and prove(reference=lambda x: x).proven
+    with pytest.raises(UserError, match="names columns rows for y, where .* returns rows columns"):
+        prove(reference=named("columns rows"))
+
+
 def test_what_cannot_be_proven_says_why(four):
     with pytest.raises(UserError, match="The mesh must have as many devices as the target"):
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x4")

@@ -211,8 +211,9 @@ def _load(load: float, run: "Run", where: "Target", search: bool) -> float:
     devices = math.prod(sizes[axis] for axis in compute.get("experts", ())) if run.model.experts > 1 else 1
     if load > devices:
         rule = "`--load` cannot exceed the number of devices that experts are sliced over."
+        most = math.gcd(run.model.experts, where.num_devices)
         fix = f"use --load {devices} or less" if devices > 1 else "leave it out"
-        fix += ", or use --mesh.expert 8" if devices == 1 < run.model.experts else ""
+        fix += f", or use --mesh.expert {most}" if devices == 1 < most else ""
         experts = "no experts" if run.model.experts == 1 else f"experts over {devices} device{'s' * (devices > 1)}"
         raise UserError(rule, seen=f"{load:g}, {experts}", where="--load", fix=fix)
     return load

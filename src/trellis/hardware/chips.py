@@ -139,6 +139,8 @@ _FIELDS = {
     "matmul_efficiency", "attention_efficiency", "whole_attention_efficiency", "float32_share", "tile", "fill",
     "processors", "overlap", "device_kinds",
 }  # fmt: skip
+_COUNTS = {"links", "devices_per_chip", "tile", "processors"}
+_SHARES = {"matmul_efficiency", "attention_efficiency", "whole_attention_efficiency", "float32_share"}
 _REQUIRED = ("kind", "bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "network_gbps", "vector_tflops",
              "matmul_efficiency", "attention_efficiency", "tile", "source")  # fmt: skip
 
@@ -185,10 +187,15 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
     words = {"kind", "source", "like", "overlap", "device_kinds"}
     rates = {key: entry[key] for key in _FIELDS - words if entry.get(key) is not None}
     for key, value in rates.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-            raise UserError(
-                "A rate must be a positive number.", seen=f"{name}.{key}: {value}", where=where, fix="write a number"
-            )
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            rule, fix = "A rate must be a positive number.", "write a number"
+        elif key in _COUNTS and value % 1:
+            rule, fix = "A count must be a whole number.", f"write {max(1, round(value))}"
+        elif key in _SHARES and value > 1:
+            rule, fix = "A share must be at most 1.", f"write {value / 100:g} for {value:g} percent"
+        else:
+            continue
+        raise UserError(rule, seen=f"{name}.{key}: {value}", where=where, fix=fix)
     per_chip = entry.get("devices_per_chip", 1)
     bf16, fp8 = entry["bf16_tflops"] * 1e12, entry.get("fp8_tflops", entry["bf16_tflops"])
     cycle = entry.get("kiloflops_per_cycle")

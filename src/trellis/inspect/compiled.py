@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from trellis.figures import numbers
@@ -23,6 +22,7 @@ from trellis.inspect.hlo import Instruction, Program, parse_program
 from trellis.inspect.rows import Ledger, Row, wire_bytes
 from trellis.program.pairs import axes_met, axes_of_pairs
 from trellis.program.scopes import names_of
+from trellis.program.sizes import window_pairs
 
 # XLA's names of element types that the notation names differently.
 _DTYPES = {"pred": "bool", "s4": "i4", "s8": "i8", "s16": "i16", "s32": "i32", "s64": "i64"}
@@ -225,19 +225,17 @@ def _convolution_flops(instruction: Instruction, left, right, result) -> int:
 
     pairs = 1
     for index, label in enumerate(spatial):
-        taps, length, steps = (
+        pairs *= window_pairs(
+            result[outputs.index(label)],
             right[kernel.index(label)],
             left[inputs.index(label)],
-            result[outputs.index(label)],
+            stride=field("stride", index, 1),
+            spread=field("rhs_dilate", index, 1),
+            gaps=field("lhs_dilate", index, 1),
+            before=int(window["pad"].split("x")[index].split("_")[0]) if "pad" in window else 0,
         )
-        stride, spread = field("stride", index, 1), field("rhs_dilate", index, 1)
-        gaps = field("lhs_dilate", index, 1)
-        before = window["pad"].split("x")[index].split("_")[0] if "pad" in window else "0"
-        places = (np.arange(steps) * stride)[:, None] + (np.arange(taps) * spread)[None, :] - int(before)
-        pairs *= int(((places >= 0) & (places % gaps == 0) & (places // gaps < length)).sum())
     batch, features = result[outputs.index("b")], result[outputs.index("f")]
-    groups = int(instruction.attribute("batch_group_count") or 1)
-    return 2 * batch * features * right[kernel.index("i")] * pairs // (groups if groups > 1 else 1)
+    return 2 * batch * features * right[kernel.index("i")] * pairs
 
 
 def flops(compiled) -> int:

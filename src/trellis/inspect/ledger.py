@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from trellis.inspect.rows import EACH_TURN, Ledger, Row
 from trellis.notation.typeof import short_dtype
-from trellis.program import Body, Operation, Program, refuse_resettled, trace
+from trellis.program import Body, Operation, Program, refuse_resettled, refuse_windows, trace
 from trellis.program.flow import Parameters, constants, repeats, roles, uniform, zeros
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
@@ -36,6 +36,7 @@ def ledger(fn: Callable, *args, **kwargs) -> Ledger:
 
     Raises:
         PendingSumError: a sum that is settled in a loop is made pending again there, which compilers get wrong.
+        UserError: a gradient of windows over slices that compilers get wrong, too.
     """
     return ledger_of(trace(fn, *args, **kwargs))
 
@@ -51,10 +52,12 @@ def ledger_of(program: Program, load: float | None = None, *, refuse: bool = Tru
 
     Raises:
         PendingSumError: a sum that is settled in a loop is made pending again there.
+        UserError: a gradient of windows over slices that compilers get wrong.
     """
     rows = _Rows(program, load).of(program)
     if refuse:
         refuse_resettled(program)
+        refuse_windows(program)
     sizes = {name: size for name, size in program.mesh.items() if size > 1}
     return Ledger(tuple(rows), sizes, program.auto)
 

@@ -24,6 +24,7 @@ from trellis.program.said import (
     turns_said,
     work_said,
 )
+from trellis.program.sizes import window_pairs
 
 # Vector operations an element costs, relative to an addition (polynomials and Newton steps in float32).
 COSTS = collections.defaultdict(lambda: 1.0, {
@@ -179,9 +180,22 @@ def _product(operation: Operation, load: float) -> Piece:
 
 
 def _convolution(operation: Operation) -> Piece:
-    left, right, out = *operation.operands[:2], operation.results[0]
-    features = right.shape[operation.params["dimension_numbers"].rhs_spec[0]]
-    flops = 2.0 * out.num_elements * math.prod(right.local_shape) / max(features, 1)
+    """Padding, and zeros between elements (as in the gradient of one with strides), take no multiplications."""
+    (left, right), out, params = operation.operands[:2], operation.results[0], operation.params
+    numbers = params["dimension_numbers"]
+    flops = 2.0 * out.num_elements * right.local_shape[numbers.rhs_spec[1]]
+    dims = zip(numbers.out_spec[2:], numbers.rhs_spec[2:], numbers.lhs_spec[2:])
+    for index, (step, tap, place) in enumerate(dims):
+        pairs = window_pairs(
+            out.shape[step],
+            right.shape[tap],
+            left.shape[place],
+            stride=params["window_strides"][index],
+            spread=params["rhs_dilation"][index],
+            gaps=params["lhs_dilation"][index],
+            before=params["padding"][index][0],
+        )
+        flops *= pairs / max(out.shape[step], 1) * right.local_shape[tap] / max(right.shape[tap], 1)
     moved = left.num_bytes + right.num_bytes + out.num_bytes
     return _piece(operation, "product", f"convolution {_show(out)}", flops=flops, num_bytes=moved)
 

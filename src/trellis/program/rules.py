@@ -144,13 +144,22 @@ class States:
         return _dot_general(operation, wanted)
 
     def _at_the_edges(self, operation: Operation, states: list[State]) -> Iterator[Implied]:
-        """What XLA moves by itself if an operation reads the neighbours of slices: for a convolution along sliced
-        places, the rows that a window reaches past its slice's ends; for a Fourier transform, the whole array,
-        whichever of its dimensions are sliced (JAX 0.10.2; not 0.12). Both are estimates."""
+        """What XLA moves by itself if an operation reads the neighbours of slices: for a convolution or a reduction of
+        windows along sliced places, the rows that a window reaches past its slice's ends; for a reshape, slices whose
+        elements lie elsewhere afterwards; for a Fourier transform, the whole array, whichever of its dimensions are
+        sliced (JAX 0.10.2; not 0.12). All are estimates."""
         source, state = operation.operands[0], states[0]
         moved: list[tuple[str, tuple[str, ...], int]] = []
         if operation.name == "fft" and (axes := self._real(state.sliced)):
             moved.append(("all-gather", axes, num_bytes(source.aval)))
+        elif operation.name == "reshape" and (axes := self._regrouped(operation, state)):
+            moved.append(("all-to-all", axes, num_bytes(source.aval) // self._count(axes)))
+        elif operation.name.startswith("reduce_window"):
+            each = ("window_dimensions", "window_strides", "window_dilation")
+            for at, (size, stride, apart) in enumerate(zip(*(operation.params[name] for name in each))):
+                reach = (size - 1) * apart + 1 - stride
+                if reach > 0 and (axes := self._real(state.axes[at])):
+                    moved.append(("permute", axes, num_bytes(source.aval) * reach // source.shape[at]))
         elif operation.name == "conv_general_dilated":
             numbers, made = operation.params["dimension_numbers"], operation.results[0].shape
             strides, dilation = operation.params["window_strides"], operation.params["rhs_dilation"]
@@ -165,6 +174,24 @@ class States:
             payload //= self._count(a for a in self._real(state.sliced) if a not in axes)
             move = Move(kind, axes, payload, wire_bytes(kind, self._count(axes), payload))
             yield Implied(move, source.aval, state, state, GUESS)
+
+    def _regrouped(self, operation: Operation, state: State) -> tuple[str, ...]:
+        """The mesh axes whose slices hold other elements of an array in its new shape, though they slice both."""
+        out = operation.results[0]
+        if is_auto(out.aval):
+            return ()
+        before, after = (self._blocks(*of) for of in ((operation.operands[0].shape, state), (out.shape, out.state)))
+        return tuple(axis for axis in before if before[axis] != after.get(axis, before[axis]))
+
+    def _blocks(self, shape: tuple[int, ...], state: State) -> dict[str, tuple[int, int]]:
+        """For each mesh axis how many elements in a row a device holds, and after how many it holds some again."""
+        blocks = {}
+        for index, axes in enumerate(state.axes):
+            top = math.prod(shape[index:])
+            for axis in self._real(axes):
+                blocks[axis] = top // self.sizes[axis], top
+                top = blocks[axis][0]
+        return blocks
 
     def _called(self, operation: Operation) -> Iterator[Implied]:
         """The first device alone calls a callback. It gathers what that takes, and all others get what it gives."""
@@ -393,6 +420,11 @@ def _cut(operation: Operation) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(before, after)) if a != b and not (strides[i] > 1 and a == b * strides[i])]
 
 
+def _padded(operation: Operation) -> list[int]:
+    """Also one that is cut off at one end by as much as it gets at the other."""
+    return [i for i, config in enumerate(operation.params["padding_config"]) if any(config)]
+
+
 def _updated(operation: Operation) -> list[int]:
     whole, update = (value.shape for value in operation.operands[:2])
     return [i for i, (a, b) in enumerate(zip(whole, update)) if a != b]
@@ -404,7 +436,7 @@ def _one(name: str) -> Callable[[Operation], list[int]]:
 
 _RESHAPING: dict[str, tuple[str, Callable[[Operation], list[int]]]] = {
     "slice": ("permute", _cut),
-    "pad": ("permute", _cut),
+    "pad": ("permute", _padded),
     "dynamic_slice": ("all-gather", _cut),
     "dynamic_update_slice": ("all-gather", _updated),
     "split": ("permute", _one("axis")),

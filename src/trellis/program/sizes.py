@@ -3,6 +3,7 @@
 import math
 
 import jax
+import numpy as np
 from jax.sharding import AxisType
 
 from trellis.notation.state import State, mode_of
@@ -73,3 +74,24 @@ def local_bytes(aval) -> int:
 def typed(aval, names: tuple[str, ...] | None = None) -> str:
     """A type in the notation: `f32[batch/data pos embed]`, with sizes if there are no names."""
     return f"{short_dtype(aval.dtype)}[{state_at(aval, auto=True).words(names or aval.shape)}]"
+
+
+def window_pairs(steps: int, taps: int, length: int, *, stride: int, spread: int, gaps: int, before: int) -> int:
+    """How many elements a convolution's windows see along a dimension, all windows together.
+
+    Args:
+        steps: windows.
+        taps: elements of a window.
+        length: elements of the array.
+        stride: how far a window moves on.
+        spread: from one tap to the next.
+        gaps: from one element to the next; zeros between them are not seen.
+        before: positions before the first element, of padding.
+
+    >>> window_pairs(4, 3, 4, stride=1, spread=1, gaps=1, before=1)
+    10
+    >>> window_pairs(7, 3, 4, stride=1, spread=1, gaps=2, before=1)
+    10
+    """
+    places = (np.arange(steps) * stride)[:, None] + (np.arange(taps) * spread)[None, :] - before
+    return int(((places >= 0) & (places % gaps == 0) & (places // gaps < length)).sum())

@@ -6,6 +6,7 @@ import math
 import numpy as np
 from jax.sharding import NamedSharding
 
+from trellis.errors import UserError
 from trellis.proof.functions import BOUND
 from trellis.proof.placing import cut
 
@@ -20,8 +21,8 @@ class Output:
     Attributes:
         name: its path.
         type: in the notation, or its shape.
-        error: the largest deviation on any device, as a share of the largest entry (for a result that was there before,
-            of its largest change).
+        error: the largest deviation on any device, as a share of the largest finite entry (for a result that was there
+            before, of its largest change).
         bound: what the error may be.
         devices: those whose error is larger.
     """
@@ -51,6 +52,8 @@ def compare(
 ) -> Output:
     """Compares a result on all devices with the whole array that it should be.
 
+    Infinities, and entries that are not numbers, have to be where they should be.
+
     Args:
         name: its path.
         found: `device dim ...`, or one row where all devices hold the same.
@@ -61,13 +64,25 @@ def compare(
         outliers: which share of the entries may deviate. Rounding decides about the sign of what is nearly zero, and
             where an update is such a sign, about a few of its entries.
         bound: what the deviation may be.
+
+    Raises:
+        UserError: it should not be a number anywhere, which every program that computes none would prove.
     """
+    if want.dtype.kind == "f" and want.size and np.isnan(want).all():
+        raise UserError(
+            "A proof needs a result with numbers.",
+            seen=f"{name}: not one entry is a number on one device",
+            where="reference",
+            fix="give arguments of which the plain program makes numbers, or leave the result out",
+        )
     parts = cut(want, sharding)
     if want.dtype.kind == "f":
         change = want if before is None else want.astype(np.float64) - before
-        scale = max(float(np.max(np.abs(change), initial=0.0)), 1e-30)
-        off = np.abs(found.astype(np.float64) - parts) - _ROUNDING * np.abs(parts)
-        off = np.where(np.isfinite(off) | (found == parts), np.nan_to_num(off), np.inf) / scale
+        scale = max(float(np.max(np.abs(change), where=np.isfinite(change), initial=0.0)), 1e-30)
+        with np.errstate(invalid="ignore"):  # of two infinities
+            off = np.abs(found.astype(np.float64) - parts) - _ROUNDING * np.abs(parts)
+        same = (found == parts) | (np.isnan(found) & np.isnan(parts))
+        off = np.where(same, 0.0, np.where(np.isfinite(off), off, np.inf)) / scale
     else:
         off = (found != parts) * 1.0
     rows = off.reshape(len(off), -1)

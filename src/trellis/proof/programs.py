@@ -47,23 +47,11 @@ def proof_of(
         whole = Interpreter(full_text(subject.lowered), subject.mesh.size)
         meant = [result[0] for result in whole([subject.given[i][None] for i in compiled.kept])]
     else:
-        meant = _computed(reference, args, subject)
+        result = _computed(reference, args, subject)
+        meant = [plain(leaf) for leaf in jax.tree.leaves(result)]
+        _check_names(result, subject)
     watch.note("reference")
-    if len(meant) != len(subject.wanted):
-        raise UserError(
-            "A reference must return the same arrays as the function.",
-            seen=f"{len(meant)} arrays, where `{subject.name}` returns {len(subject.wanted)}",
-            where="reference",
-            fix="return the same tree",
-        )
-    for wanted, value, result in zip(subject.wanted, meant, jax.tree.leaves(subject.lowered.out_info), strict=True):
-        if value.shape[: len(result.shape)] != result.shape:  # a random key's words come after
-            raise UserError(
-                "A reference must return the same arrays as the function.",
-                seen=f"shape {value.shape} for {wanted.name}, where `{subject.name}` returns {result.shape}",
-                where="reference",
-                fix="return arrays of the same shapes",
-            )
+    _check(meant, subject)
     wanted = [dataclasses.replace(wanted, value=value) for wanted, value in zip(subject.wanted, meant)]
     subject = dataclasses.replace(subject, wanted=wanted)
     proof = subject.execute(compiled, bound=bound)
@@ -72,6 +60,47 @@ def proof_of(
         proof = dataclasses.replace(proof, finding=subject.why(compiled, bound))
         watch.note("looking for the reason")
     return dataclasses.replace(proof, seconds=watch.seconds)
+
+
+def _check(meant: Sequence[np.ndarray], subject: Subject) -> None:
+    """Refuses results that the function's cannot be compared with."""
+    if len(meant) != len(subject.wanted):
+        raise UserError(
+            "A reference must return the same arrays as the function.",
+            seen=f"{len(meant)} arrays, where `{subject.name}` returns {len(subject.wanted)}",
+            where="reference",
+            fix="return the same tree",
+        )
+    for wanted, value, result in zip(subject.wanted, meant, jax.tree.leaves(subject.lowered.out_info), strict=True):
+        words = jax.dtypes.issubdtype(result.dtype, jax.dtypes.prng_key)  # a random key's come after its dimensions
+        if (value.shape[: len(result.shape)] if words else value.shape) != result.shape:
+            raise UserError(
+                "A reference must return the same arrays as the function.",
+                seen=f"shape {value.shape} for {wanted.name}, where `{subject.name}` returns {result.shape}",
+                where="reference",
+                fix="return arrays of the same shapes",
+            )
+        if jax.numpy.issubdtype(value.dtype, jax.numpy.floating) and value.dtype.itemsize < 4:
+            raise UserError(
+                "A reference must compute in float32, as the compiled program is held: rounding is no mistake.",
+                seen=f"{value.dtype} for {wanted.name}",
+                where="reference",
+                fix="begin it with x.astype('float32')",
+            )
+
+
+def _check_names(result: Any, subject: Subject) -> None:
+    """Refuses named results whose dimensions are others, or in another order, than those of the function's."""
+    named = lambda tree: jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "names"))
+    for wanted, theirs, ours in zip(subject.wanted, named(result), named(subject.lowered.out_info)):
+        if hasattr(theirs, "names") and hasattr(ours, "names") and theirs.names != ours.names:
+            raise UserError(
+                "A reference must return the same arrays as the function.",
+                seen=f"names {' '.join(theirs.names)} for {wanted.name}, where `{subject.name}` returns "
+                f"{' '.join(ours.names)}",
+                where="reference",
+                fix="return the same names in the same order",
+            )
 
 
 def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: int) -> Subject:
@@ -206,7 +235,7 @@ def _numbers(array: Any, random: np.random.Generator) -> np.ndarray:
     return random.normal(size=array.shape).astype(np.float32) / math.sqrt(max(array.shape[-1:], default=1))
 
 
-def _computed(reference: Callable, args: tuple, subject: Subject) -> list[np.ndarray]:
+def _computed(reference: Callable, args: tuple, subject: Subject) -> Any:
     """What another function makes of the same arguments on one device of this machine."""
     leaves, tree = jax.tree.flatten(args)
 
@@ -217,5 +246,4 @@ def _computed(reference: Callable, args: tuple, subject: Subject) -> list[np.nda
             return reference(*jax.tree.unflatten(tree, filled))
 
     with ThreadPoolExecutor(1) as outside:  # where no layout and no mesh is in force
-        found = outside.submit(compute).result()
-    return [plain(leaf) for leaf in jax.tree.leaves(found)]
+        return outside.submit(compute).result()
