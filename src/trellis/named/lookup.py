@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from trellis._compat import refuses_copies
+from trellis._compat import differentiated_in_a_map, refuses_copies
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
@@ -75,11 +75,12 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     ids = [NamedArray(bring(i, where).array, i.names) for i in ids]
     pending = () if together else where[plan.renamed[0]]
     layout = current_layout()
-    if (layout is not None and layout.mapped) or not all(i.array.size for i in ids):
-        # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices, and 0.12 no pending sum of
-        # an empty array: the compiler partitions.
-        array = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
-        return settle_selected(NamedArray(array, plan.out), plan.looked_up)
+    mapped = layout is not None and layout.mapped
+    transposed = bool(state_of(table.array).copied) and differentiated_in_a_map()
+    if mapped or transposed or not all(i.array.size for i in ids):
+        # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices, cannot map the gradient of
+        # copies, and 0.12 has no pending sum of an empty array: the compiler partitions.
+        return _partitioned(table, ids, plan, where)
     body = plan.body(pending)
     arrays = [table.array, *(plan.widened(i) for i in ids)]
     out = spec_of([where[n] for n in plan.out], pending)
@@ -90,7 +91,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
         # Nor can it map over what begins a pending sum, or over copies, along a name that is whole.
         if isinstance(error, ValueError) and not refuses_copies(error):
             raise
-        array = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
+        return _partitioned(table, ids, plan, where)
     return settle_selected(NamedArray(array, plan.out), plan.looked_up)
 
 
@@ -149,6 +150,14 @@ class _Plan:
             return mark_pending(rows_here(table, ids[0], axis, sliced, self.rows), sliced)
 
         return rows
+
+
+def _partitioned(table: NamedArray, ids: list[NamedArray], plan: _Plan, where: Assignment) -> NamedArray:
+    """The lookup on whole arrays. Rows of aligned names are mapped over, which copies cannot be."""
+    held = state_of(table.array)
+    array = place(table.array, held.axes, (), frozenset(), names=table.names) if plan.aligned else table.array
+    rows = plan.rows(array, *(plan.widened(i) for i in ids), where=where)
+    return settle_selected(NamedArray(rows, plan.out), plan.looked_up)
 
 
 def _renamed(x: NamedArray, plan: _Plan) -> NamedArray:
