@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import re
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterator
@@ -33,20 +32,7 @@ def mapped_over() -> frozenset[str]:
 
 def derivatives_around() -> int:
     """How many derivatives are taken around this code, one in another, by private names of JAX 0.10.2 to 0.12.0."""
-    return sum(_is_derivative(trace) for trace in _traces_around())
-
-
-def differentiated_in_a_map() -> bool:
-    """Whether a derivative is taken around this code, and a `vmap` around that, so that its transposition is mapped.
-
-    By private names of JAX 0.10.2 to 0.12.0.
-    """
-    outward = itertools.dropwhile(lambda trace: not _is_derivative(trace), _traces_around())
-    return any(hasattr(trace, "axis_data") for trace in outward)
-
-
-def _is_derivative(trace: Any) -> bool:
-    return type(trace).__name__ in ("JVPTrace", "LinearizeTrace")
+    return sum(type(trace).__name__ in ("JVPTrace", "LinearizeTrace") for trace in _traces_around())
 
 
 def _traces_around() -> Iterator[Any]:

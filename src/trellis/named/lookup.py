@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from trellis._compat import differentiated_in_a_map, refuses_copies
+from trellis._compat import refuses_copies
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
@@ -75,11 +75,9 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     ids = [NamedArray(bring(i, where).array, i.names) for i in ids]
     pending = () if together else where[plan.renamed[0]]
     layout = current_layout()
-    mapped = layout is not None and layout.mapped
-    transposed = bool(state_of(table.array).copied) and differentiated_in_a_map()
-    if mapped or transposed or not all(i.array.size for i in ids):
-        # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices, cannot map the gradient of
-        # copies, and 0.12 has no pending sum of an empty array: the compiler partitions.
+    if (layout is not None and layout.mapped) or not all(i.array.size for i in ids):
+        # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices, and 0.12 no pending sum of
+        # an empty array: the compiler partitions.
         return _partitioned(x, ids, plan, where)
     body = plan.body(pending)
     arrays = [table.array, *(plan.widened(i) for i in ids)]

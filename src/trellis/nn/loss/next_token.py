@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis._compat import differentiated_in_a_map, refuses_copies
+from trellis._compat import refuses_copies
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.named import NamedArray, arange, dot, equal, exp, outer, stop_gradient, where
@@ -92,8 +92,6 @@ def next_token_loss(
         targets = move(targets, (batch, pos), frozenset())
         weights = None if weights is None else move(weights, (batch, pos), frozenset())
     named = hidden, unembedding, targets, weights, bias, vocab_size, kind
-    if any(state_of(x.array).copied for x in (hidden, unembedding)) and differentiated_in_a_map():
-        return _mapped(*named, **options)
     plain = None if weights is None else weights.array
     if vocab_size == unembedding.shape["vocab"]:
         vocab_size = None
