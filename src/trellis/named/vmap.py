@@ -106,7 +106,7 @@ def _plainly(fn: Callable, tree, length: int, over: Axes = ()):
         return jax.vmap(call, in_axes=(in_axes, 0), axis_name=axis_name)(tree, counted)
     except Exception as error:
         layout = current_layout()
-        if refuses_copies(error) and layout is not None and not layout.mapped:
+        if refuses_copies(error) and layout is not None and not (layout.mapped or over):
             # Once more, as if over slices, where lookups, losses and attention take no copies into their programs.
             with dataclasses.replace(layout, mapped=((),)):
                 return _plainly(fn, tree, length, over)
