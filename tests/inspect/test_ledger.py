@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -333,3 +334,13 @@ def test_thirds_of_two_sums_and_of_one_of_both_agree():
 def test_kinds_and_directions_that_are_none(asked, near):
     with pytest.raises(ValueError, match=f"did you mean {near}"):
         Ledger(()).total(**asked)
+
+
+def test_a_mapped_lookups_gradient_stays_where_its_rows_are():
+    """Each device adds to what it holds of the names that lookups are mapped over: nothing moves, and nothing did."""
+    with tr.Layout(tr.make_mesh(data=4, model=2), compute={"b": "data", "p": "model"}):
+        x = tr.shard(tr.ones({"b": 8, "p": 4, "e": 6}), "compute")
+        ids = tr.shard(tr.zeros({"b": 8, "p": 4, "k": 2}, np.int32), "compute")
+        gradient = jax.jit(tr.grad(lambda x: tr.vmap(lambda x, ids: tr.take_along(x, "e", ids), "b")(x, ids).sum()))
+        assert not ledger(gradient, x).rows
+        assert not re.findall(r"all-\w+\(|collective-\w+\(", gradient.lower(x).compile().as_text())

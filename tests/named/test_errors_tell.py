@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
+from trellis import nn
 from trellis.mesh import MeshError
 from trellis.named import NamesError
 from trellis.notation import NotationError, PendingSumError, TypeMismatch
@@ -31,6 +32,12 @@ def _x():
         (lambda: tr.Layout(tr.make_mesh(data=8), compute={"b": "nosuch"}), "nosuch"),
         (lambda: tr.Layout(tr.make_mesh(data=8), compute={"b": "data/data"}), "over a mesh axis twice"),
         (lambda: tr.checkpoint(lambda x: x, "hidden"), "a policy must be a Keep"),
+        (lambda: tr.arange(tr.Axis("a", 3), step=0.5), "a whole start and step, got start=0 and step=0.5 for int32"),
+        (lambda: tr.scan(lambda c, x: (c + x.sum(), None), "h")(0.0, _x()), "got f32[] (a named array) for f32[]"),
+        (lambda: tr.cond(True, lambda: _x().sum(), lambda: 1.0), "got f32[] (a named array) and f32[], in cond"),
+        (lambda: tr.grad(3), "grad takes a function, got 3"),
+        (lambda: tr.grad(lambda x: x.sum(), (0, -1))(_x()), "argnums must have each argument once, got (0, -1)"),
+        (lambda: nn.cross_entropy(_x(), tr.zeros({"h": 2}, "int32")), "no dimension 'vocab', got f32[h=2 w=3]"),
         (lambda: iter(_x()), "cannot be iterated by position"),
         (lambda: _x()[0], "must be indexed by name"),
         (lambda: _x() @ _x(), None),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
+from trellis import nn
 from trellis.mesh import MeshError
 from trellis.named import NamesError
 
@@ -72,6 +73,48 @@ def test_a_gradient_for_each_example_by_what_is_closed_over(layout):
         if layout == "fsdp":
             with pytest.raises(MeshError, match="or take a gradient inside with tr.grad"):
                 tr.vmap(lambda x: jax.grad(lambda w: _loss(x, w).array)(w), "b")(x)
+
+
+def _one(x):
+    """A batch of one example."""
+    return x.broadcast_to({"batch": 1, **x.shape})
+
+
+def _layers(w, x):
+    """Attention in a loop."""
+
+    def layer(x, w):
+        q = tr.tanh(tr.dot(x, w, over="e")).rename(v="head_dim").broadcast_to({"pos": 4, "heads": 1, "head_dim": 8})
+        k = q.rename(pos="key_pos", heads="kv_heads")
+        return nn.attend(_one(q), _one(k), _one(k))["batch", 0, "heads", 0].rename(head_dim="e")
+
+    return tr.fold(layer, "layers")(x, tr.stack([w, w], "layers"))
+
+
+TABLE = tr.named(np.cos(np.arange(64, dtype=np.float32)).reshape(8, 8), "v e")
+OF_SLICES = {
+    "rows": lambda w, x, ids: (tr.take(w, "v", ids) * x).sum(),
+    "values": lambda w, x, ids: tr.take_along(w, "v", tr.broadcast_to(ids, {"pos": 4, "e": 8}))["e", ::2].sum(),
+    "loss": lambda w, x, ids: (
+        nn.next_token_loss(_one(x.rename(e="embed")), w.rename(v="vocab", e="embed"), _one(ids)).total
+    ),
+    "attention": lambda w, x, ids: (_layers(w, x) ** 2).sum(),
+    "cond": lambda w, x, ids: tr.cond(x.sum() > 0, lambda: tr.dot(x, w, over="e").sum(), lambda: (x * 2.0).sum()),
+}
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.parametrize("compute", [{"pos": "data"}, {"pos": "data", "v": "data"}], ids=["", "rows in slices"])
+@pytest.mark.parametrize("what", OF_SLICES)
+def test_over_a_whole_name_of_what_jax_does_not_map_with_copies(what, compute):
+    """A table is copies along what slices the positions. It is mapped once more, without them."""
+    x, ids = np.linspace(-1, 1, 96, dtype=np.float32).reshape(3, 4, 8), np.arange(12, dtype=np.int32).reshape(3, 4) % 8
+    x, ids = tr.named(x, "b pos e"), tr.named(ids, "b pos")
+    each = lambda w: tr.vmap(lambda x, ids: tr.grad(lambda w: OF_SLICES[what](w, x, ids))(w), "b")(x, ids)
+    expected = each(TABLE)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), params={"v": "data"}, compute=compute):
+        found = tr.named_jit(each)(tr.shard(TABLE))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_gathered_parameters_gradient_is_one_reduce_scatter():

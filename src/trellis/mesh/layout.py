@@ -127,7 +127,8 @@ class Layout:
             through the stages; None: the most that divide it, at most 4 a stage.
         pipeline_groups: how many groups of layers each stage has in a training step: a part of the batch goes around
             the stages that many times.
-        mapped: the mesh axes that the program is mapped over (see `without`), one entry for each map.
+        mapped: the mesh axes that the program is mapped over (see `without`), one entry for each map; an empty one for
+            a map over a name that is whole, in which JAX refused copies.
         cut: names of which the program sees only a part, such as the batch
             within a pipeline: nothing may be computed along them.
 

@@ -49,7 +49,7 @@ def check_carry(before, after, where: str, body: Callable) -> None:
     for (path, x), (_, y) in zip(old, new, strict=True):
         at = jax.tree_util.keystr(path)
         message = (
-            f"a loop's body must return a carry like the one it takes, got {typeof(y)} for {typeof(x)}, in "
+            f"a loop's body must return a carry like the one it takes, got {told(y)} for {told(x)}, in "
             f"{where}{f' at {at}' if at else ''}: rename, cast or reshard what the body returns, or start with that "
             "type"
         )
@@ -60,6 +60,11 @@ def check_carry(before, after, where: str, body: Callable) -> None:
             moved.append(message)
     if moved:
         raise Elsewhere(moved[0], body, [state_of(y.array if is_named(y) else y) for _, y in new])
+
+
+def told(x) -> str:
+    """The type of a value, which tells a named array without names from a plain number."""
+    return f"{typeof(x)} (a named array)" if is_named(x) and not x.names else typeof(x)
 
 
 def _alike(x, y) -> bool:

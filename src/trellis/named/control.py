@@ -10,7 +10,7 @@ from trellis.mesh.reshard import place
 from trellis.named.arguments import function_of, shown
 from trellis.named.array import is_named
 from trellis.named.axis import NamesError
-from trellis.named.carry import Elsewhere, check_carry, pinned
+from trellis.named.carry import Elsewhere, check_carry, pinned, told
 from trellis.named.mapped import entered
 from trellis.named.operand import operand
 from trellis.notation import TypeMismatch, typeof
@@ -136,7 +136,7 @@ class _Kind(NamedTuple):
 def _kind(x) -> _Kind:
     array = x.array if is_named(x) else x
     alike = ((x.names, x.slices) if is_named(x) else None, array.shape, array.dtype)
-    return _Kind(alike, typeof(x), state_of(array).axes)
+    return _Kind(alike, told(x), state_of(array).axes)
 
 
 def _like(leaves: list, structure, wanted, kinds: list[_Kind]) -> list:
@@ -155,6 +155,6 @@ def _like(leaves: list, structure, wanted, kinds: list[_Kind]) -> list:
         if _kind(x).alike != kind.alike:
             raise TypeMismatch(
                 f"both functions of a cond must return the same names, sizes and dtypes, got {kind.text} and "
-                f"{typeof(x)}, in cond: rename, transpose or cast one of them"
+                f"{told(x)}, in cond: rename, transpose or cast one of them"
             )
     return [_placed(x, kind.axes) for x, kind in zip(leaves, kinds, strict=True)]

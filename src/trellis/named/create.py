@@ -8,6 +8,7 @@ import numpy as np
 
 from trellis.mesh.dealing import deal, places_dealt
 from trellis.mesh.layout import Layout, current_layout
+from trellis.named.arguments import shown
 from trellis.named.array import NamedArray, named
 from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of
 from trellis.named.binary import equal, greater_equal, less_equal
@@ -91,6 +92,9 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
     Names: that of `axis`.
     Gradient: none.
     Moves: nothing; each device makes its own slice.
+
+    Raises:
+        NamesError: `start` or `step` is a float, and `dtype` one of whole numbers.
     """
     axis = _one_axis(axis, "arange")
     refuse_cut((axis.name,), "arange")
@@ -104,6 +108,11 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
     if isinstance(start, int) and start == 0 and step == 1:
         return values
     start, step = (v.array if isinstance(v, NamedArray) else v for v in (start, step))
+    if jnp.issubdtype(dtype, jnp.integer) and not jnp.issubdtype(jnp.result_type(start, step), jnp.integer):
+        raise NamesError(
+            f"a range of whole numbers needs a whole start and step, got start={shown(start)} and step={shown(step)} "
+            f"for {jnp.dtype(dtype)}, in arange: pass dtype=jnp.float32"
+        )
     return values.with_array(values.array * jnp.asarray(step, dtype) + jnp.asarray(start, dtype))
 
 

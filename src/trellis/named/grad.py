@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.manual.refusals import raise_of_gradient
-from trellis.named.arguments import shown
+from trellis.named.arguments import function_of, shown
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import NamesError
 from trellis.named.operand import no_copies
@@ -40,6 +40,7 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
         TypeMismatch: JAX does not differentiate what a manual function makes of a copy; or a `jax.custom_vjp` or
             `jax.custom_jvp` gives a gradient or a tangent that lies elsewhere than it belongs.
     """
+    function_of(fn, "value_and_grad", "write value_and_grad(lambda x: (x * x).sum())(x)")
     names: list[bool] = []
 
     def plain(*args, **kwargs):
@@ -92,7 +93,8 @@ def _check_value(value: Any, fn: Callable) -> None:
 
 def _check_arguments(args: tuple, argnums: int | tuple[int, ...], fn: Callable) -> None:
     """What is differentiated is there, and holds floats."""
-    for number in argnums if isinstance(argnums, tuple | list) else (argnums,):
+    numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
+    for number in numbers:
         if not -len(args) <= number < len(args):
             raise NamesError(
                 f"argnums must be the number of a positional argument, from 0, got {number} for {len(args)}, in the "
@@ -105,6 +107,10 @@ def _check_arguments(args: tuple, argnums: int | tuple[int, ...], fn: Callable) 
                     f"only floats can be differentiated, got {_seen(leaf)} in argument {number}, in the gradient of "
                     f"`{_name_of(fn)}`: take it out of the argument, or cast it with astype"
                 )
+    if len({number % len(args) for number in numbers}) < len(numbers):
+        raise NamesError(
+            f"argnums must have each argument once, got {argnums}, in the gradient of `{_name_of(fn)}`: remove one"
+        )
 
 
 def _dtype_of(value: Any) -> Any:
@@ -152,6 +158,7 @@ def _unsliced(text: str) -> str:
 
 def grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
     """`jax.grad` for a function whose value may be a named array without names (see `value_and_grad`)."""
+    function_of(fn, "grad", "write grad(lambda x: (x * x).sum())(x)")
 
     def call(*args, **kwargs):
         value, gradients = value_and_grad(fn, argnums, has_aux)(*args, **kwargs)

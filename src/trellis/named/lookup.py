@@ -78,8 +78,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     if (layout is not None and layout.mapped) or not all(i.array.size for i in ids):
         # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices, and 0.12 no pending sum of
         # an empty array: the compiler partitions.
-        array = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
-        return settle_selected(NamedArray(array, plan.out), plan.looked_up)
+        return _partitioned(x, ids, plan, where)
     body = plan.body(pending)
     arrays = [table.array, *(plan.widened(i) for i in ids)]
     out = spec_of([where[n] for n in plan.out], pending)
@@ -90,7 +89,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
         # Nor can it map over what begins a pending sum, or over copies, along a name that is whole.
         if isinstance(error, ValueError) and not refuses_copies(error):
             raise
-        array = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
+        return _partitioned(x, ids, plan, where)
     return settle_selected(NamedArray(array, plan.out), plan.looked_up)
 
 
@@ -151,16 +150,24 @@ class _Plan:
         return rows
 
 
+def _partitioned(x: NamedArray, ids: list[NamedArray], plan: _Plan, where: Assignment) -> NamedArray:
+    """The lookup on whole arrays. Along aligned names it is mapped, which JAX 0.10.2 to 0.12.0 cannot do to copies."""
+    table = _bring(x, plan, where, copies=not plan.aligned)
+    rows = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
+    return settle_selected(NamedArray(rows, plan.out), plan.looked_up)
+
+
 def _renamed(x: NamedArray, plan: _Plan) -> NamedArray:
     """The table, with looked-up names renamed to names that no other array has."""
     names = dict(zip(plan.looked_up, plan.renamed, strict=True))
     return NamedArray(x.array, tuple(names.get(n, n) for n in x.names), x.slices)
 
 
-def _bring(x: NamedArray, plan: _Plan, where: Assignment) -> NamedArray:
+def _bring(x: NamedArray, plan: _Plan, where: Assignment, copies: bool = True) -> NamedArray:
     """The table as the lookup wants it (see `trellis.named.placing`), under its own names, which the ledger shows."""
     renamed = _renamed(x, plan)
-    return move(x, tuple(where[n] for n in renamed.names), missing_axes(renamed, where))
+    copied = missing_axes(renamed, where) if copies else frozenset()
+    return move(x, tuple(where[n] for n in renamed.names), copied)
 
 
 def _where(x: NamedArray, ids: list[NamedArray], plan: _Plan) -> Assignment | None:

@@ -7,6 +7,7 @@ it, and gradients taken inside, for each example, are right as well.
 """
 
 import contextlib
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -104,6 +105,11 @@ def _plainly(fn: Callable, tree, length: int, over: Axes = ()):
         counted = jnp.zeros(length, jnp.int8)  # an axis that no argument has
         return jax.vmap(call, in_axes=(in_axes, 0), axis_name=axis_name)(tree, counted)
     except Exception as error:
+        layout = current_layout()
+        if refuses_copies(error) and layout is not None and not (layout.mapped or over):
+            # Once more, as if over slices, where lookups, losses and attention take no copies into their programs.
+            with dataclasses.replace(layout, mapped=((),)):
+                return _plainly(fn, tree, length, over)
         if (said := _in_our_words(error)) is None:
             raise
         raise MeshError(said) from error

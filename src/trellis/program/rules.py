@@ -374,13 +374,16 @@ def _gather(operation: Operation, states: list[State]) -> State:
 
 
 def _scatter(operation: Operation, states: list[State]) -> State:
-    """The transpose of a lookup: dimensions of indices are summed over."""
+    """The transpose of a lookup: dimensions of indices are summed over, but for those that lookups were mapped over."""
     numbers = operation.params["dimension_numbers"]
     updates = states[2]
     dims = list(states[0].axes)
     for index, target in updated_dims(operation):
         dims[target] = updates.axes[index]
-    summed = {a for i, axes in enumerate(updates.axes) if i not in numbers.update_window_dims for a in axes}
+    of_indices = [axes for i, axes in enumerate(updates.axes) if i not in numbers.update_window_dims]
+    for target, index in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims):
+        dims[target] = of_indices[index] or dims[target]
+    summed = {axis for axes in of_indices for axis in axes}
     batching = {axis for i in numbers.operand_batching_dims for axis in dims[i]}
     held = {axis for axes in dims for axis in axes}
     return placed(dims, frozenset(summed - batching - held))

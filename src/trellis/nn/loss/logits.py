@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from trellis.named import Axis, NamedArray, logsumexp, one_hot
+from trellis.named import NamedArray, logsumexp, one_hot, where
 
 
 def cross_entropy(logits: NamedArray, targets: NamedArray, over: str = "vocab") -> NamedArray:
@@ -20,10 +20,13 @@ def cross_entropy(logits: NamedArray, targets: NamedArray, over: str = "vocab") 
     [1.3862944 1.3862944]
 
     Args:
-        logits: `"... vocab"`, before the softmax.
+        logits: `"... vocab"`, before the softmax. Those that are minus infinity are no choice.
         targets: `i32["..."]`, positions along `over`.
         over: the name of the choices.
+
+    Raises:
+        NamesError: `logits` lacks that name, or `targets` has it.
     """
     logits = logits.astype(jnp.float32)
-    hot = one_hot(targets, Axis(over, logits.shape[over]))
-    return logsumexp(logits, over) - (hot * logits).sum(over)
+    hit = one_hot(targets, logits.axis(over), jnp.bool_)
+    return logsumexp(logits, over) - where(hit, logits, 0.0).sum(over)  # a product would make NaN of a masked -inf

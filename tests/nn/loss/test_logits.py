@@ -1,0 +1,25 @@
+"""The cross entropy of logits that are held all at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis import nn
+
+
+@pytest.mark.parametrize("vocab", [None, "data"])
+def test_choices_that_are_masked_do_not_count(vocab):
+    """Their logits are minus infinity, as those of words that a grammar forbids."""
+    logits = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+    logits[:, 5:] = -np.inf
+    targets = np.array([0, 3, 4, 1])
+    rows = lambda x: -jax.nn.log_softmax(x)[jnp.arange(4), targets]
+    expected = rows(logits), jax.grad(lambda x: rows(x).sum())(logits)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), compute={"vocab": vocab}):
+        x, ids = tr.shard(tr.named(logits, "batch vocab"), "compute"), tr.named(targets.astype(np.int32), "batch")
+        found = nn.cross_entropy(x, ids)  # XLA turns a product with booleans into a choice, but only in a program
+        gradient = tr.grad(lambda x: nn.cross_entropy(x, ids).sum())(x)
+    for one, other in zip((found, gradient), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
