@@ -207,6 +207,9 @@ def change(folder, **fields):
     (folder / "config.json").write_text(json.dumps(hub))
 
 
+MISTYPED = "The configuration of a llama must have values of the types that transformers writes.\n  seen:  "
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -220,6 +223,11 @@ def change(folder, **fields):
             dict(rope_parameters={"rope_type": "longrope"}),
             "Rotary scaling must be of a known type.\n  seen:  rope_type: longrope",
         ),
+        (dict(model_type=["llama"]), "An imported model must be of a family that Trellis knows."),
+        (dict(num_hidden_layers="2"), f"{MISTYPED}layers: '2', which is no int"),
+        (dict(tie_word_embeddings="false"), f"{MISTYPED}tie_embeddings: 'false', which is no bool"),
+        (dict(num_attention_heads="four", head_dim=None), f"{MISTYPED}unsupported operand"),
+        (dict(rope_parameters=[5]), f"{MISTYPED}'list' object is not a mapping"),
     ],
 )
 def test_refused_configurations(good, fields, message):

@@ -46,6 +46,21 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     assert open_run(tmp_path) == tiny()
 
 
+def test_a_part_that_differs_is_named(tmp_path):
+    parts = tuple(MixturePart(name=name, path=f"stores/{name}", weight=0.5) for name in ("web", "code"))
+    mixed = lambda *parts: dataclasses.replace(
+        tiny(), data=dataclasses.replace(tiny().data, source=MixtureSource(parts=parts))
+    )
+    claim(tmp_path, mixed(*parts))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError) as error:
+        claim(tmp_path, mixed(parts[0], dataclasses.replace(parts[1], weight=0.4)))
+    assert error.value.seen == "data.source.parts.1.weight: 0.5 in the folder, 0.4 asked for"
+    with pytest.raises(UserError) as error:
+        claim(tmp_path, mixed(*parts, dataclasses.replace(parts[0], name="more")))
+    assert error.value.seen.startswith("data.source.parts.2: null in the folder, {'name': 'more', ")
+
+
 def test_a_run_does_not_become_shorter_than_it_is(tmp_path):
     claim(tmp_path, dataclasses.replace(tiny(), steps=40))
     claim(tmp_path, dataclasses.replace(tiny(), steps=20), done=20)

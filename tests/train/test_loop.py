@@ -62,7 +62,7 @@ def losses(folder):
 def test_a_run_that_is_asked_to_samples_at_each_evaluation(tmp_path, mesh):
     run = dataclasses.replace(EVERY, evaluation=dataclasses.replace(EVERY.evaluation, sample=True))
     train(*toy(mesh, run), tmp_path)
-    samples = [(sample["step"], sample["text"]) for sample in read_lines(tmp_path / "samples.jsonl")]
+    samples = [(sample["step"], sample["text"]) for sample in read_lines(tmp_path / "samples.jsonl", str)]
     assert samples == [(step, f"a sample after {step} steps") for step in (5, 10, 12)]
 
 
@@ -83,7 +83,7 @@ def test_a_run_writes_its_folder(tmp_path, mesh):
     assert [line["step"] for line in lines if "validation_loss" in line] == [5, 10, 12]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert (tmp_path / "checkpoints" / "step-00000012" / "run.yaml").read_text() == "steps: 12\n"
-    (sample,) = read_lines(tmp_path / "samples.jsonl")
+    (sample,) = read_lines(tmp_path / "samples.jsonl", str)
     assert sample == {"step": 12, "name": "sample", "text": "a sample after 12 steps"}
     assert "a sample after 12 steps" in shown.getvalue()
     events = [json.loads(line)["event"] for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]

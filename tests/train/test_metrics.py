@@ -128,11 +128,12 @@ def test_a_resumed_run_cuts_the_lines_past_its_step(tmp_path):
     assert read_lines(path) == [], "a run that begins anew keeps nothing"
 
 
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
+@pytest.mark.parametrize("broken", ["not json", "[]", '{"loss": 1.0}', '{"step": 2, "loss": "NaN"}'])
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path, broken):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nnot json\n{"step": 2}\n')
-    with pytest.raises(UserError, match="Every line of a metrics file must be a JSON object with a step") as error:
-        read_lines(path)
+    path.write_text(f'{{"step": 1}}\n{broken}\n{{"step": 2}}\n')
+    with pytest.raises(UserError, match="Every line of `metrics.jsonl` must be a JSON object with a step and") as error:
+        JsonLines(path, step=1)
     assert error.value.where == f"{path}, line 2"
 
 

@@ -1,6 +1,7 @@
 """A family of models at Hugging Face: its configuration there, and where each parameter is."""
 
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ class Family:
             where: the file, for messages.
 
         Raises:
-            UserError: something about this model is not known here, or a field is absent.
+            UserError: something about this model is not known here, or a field is absent or of another type.
         """
         if (quantized := hub.get("quantization_config")) is not None:
             raise UserError(
@@ -81,15 +82,35 @@ class Family:
                     where=where,
                     fix="use a model without it",
                 )
+        fix = "use the folder's config.json as `save_pretrained` writes it"
+        rule = f"The configuration of a {self.model_type} must have values of the types that transformers writes."
         try:
-            return self.config(**self.from_hub(hub))
+            fields = self.from_hub(hub)
+        except UserError:
+            raise
         except KeyError as error:
-            raise UserError(
-                f"The configuration of a {self.model_type} must be complete.",
-                seen=f"no {error.args[0]}",
-                where=where,
-                fix="use the folder's config.json as `save_pretrained` writes it",
-            ) from None
+            complete = f"The configuration of a {self.model_type} must be complete."
+            raise UserError(complete, seen=f"no {error.args[0]}", where=where, fix=fix) from None
+        except (TypeError, ValueError, ArithmeticError) as error:  # a field was computed from what is not a number
+            raise UserError(rule, seen=str(error), where=where, fix=fix) from None
+        if wrong := _mistyped(self.config, fields):
+            raise UserError(rule, seen=wrong, where=where, fix=fix)
+        return self.config(**fields)
+
+
+def _mistyped(config: type, fields: Mapping[str, Any]) -> str | None:
+    """The first field with a value that is not of the type that the class declares, or None."""
+    hints = typing.get_type_hints(config)
+    for name, value in fields.items():
+        if dataclasses.is_dataclass(value):
+            inner = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            if wrong := _mistyped(type(value), inner):
+                return wrong
+        members = typing.get_args(hints[name]) or (hints[name],)
+        kinds = [kind for kind in members if isinstance(kind, type)]  # a literal's members are values
+        if kinds and type(value) not in (*kinds, *([int] if float in kinds else [])):
+            return f"{name}: {value!r}, which is no {' or '.join(kind.__name__ for kind in kinds)}"
+    return None
 
 
 def family_in(families: Mapping[str, Family], hub: Mapping, where: str) -> Family:
@@ -103,11 +124,12 @@ def family_in(families: Mapping[str, Family], hub: Mapping, where: str) -> Famil
     Raises:
         UserError: it is not known here.
     """
-    family = families.get(hub.get("model_type", ""))
+    kind = hub.get("model_type")
+    family = families.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise UserError(
             "An imported model must be of a family that Trellis knows.",
-            seen=f"model_type: {hub.get('model_type')}",
+            seen=f"model_type: {kind}",
             where=where,
             fix=f"use one of: {', '.join(families)}",
         )

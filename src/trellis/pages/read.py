@@ -54,7 +54,7 @@ def read_folder(folder: Path) -> RunFolder:
         lines=read_lines(folder / "metrics.jsonl"),
         about=_about(folder / "about.json"),
         ledger=_text(folder / "ledger.txt"),
-        samples=read_lines(folder / "samples.jsonl"),
+        samples=read_lines(folder / "samples.jsonl", str),
         events=read_events(folder / "timeline.jsonl"),
     )
 

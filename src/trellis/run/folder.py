@@ -91,6 +91,8 @@ def told_apart(one: Mapping[str, Any], other: Mapping[str, Any], of_one: str, of
 
 def _fields_apart(name: str, there: Any, asked: Any) -> list[tuple[str, Any, Any]]:
     """The options in which two values of a field differ, with both."""
+    if isinstance(there, list) and isinstance(asked, list) and any(isinstance(item, dict) for item in there + asked):
+        there, asked = dict(enumerate(there)), dict(enumerate(asked))  # an element is an option, as in parts.0.weight
     if not isinstance(there, dict) or not isinstance(asked, dict):
         return [(name, there, asked)]
     keys = [key for key in {**there, **asked} if there.get(key) != asked.get(key)]

@@ -36,8 +36,8 @@ class JsonLines:
     def __init__(self, path: Path, step: int = 0):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._texts = path.with_name("samples.jsonl")
-        _cut(path, step)
-        _cut(self._texts, step)
+        _cut(path, step, int | float | None)
+        _cut(self._texts, step, str)
         self._file = open(path, "a")
 
     def log(self, line: Line) -> None:
@@ -52,25 +52,36 @@ class JsonLines:
         self._file.close()
 
 
-def _cut(path: Path, step: int) -> None:
+def _cut(path: Path, step: int, of: Any) -> None:
     """Keeps only the lines up to `step`."""
     if path.exists():
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step))
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in read_lines(path, of) if line["step"] <= step))
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The lines of a `metrics.jsonl`, oldest first. A last line that a killed run left half written is skipped."""
+def read_lines(path: Path, of: Any = int | float | None) -> list[dict]:
+    """The lines of a `metrics.jsonl`, oldest first. A last line that a killed run left half written is skipped.
+
+    Args:
+        path: the file.
+        of: the type of what a line has beside its step; `str` for a `samples.jsonl`.
+
+    Raises:
+        UserError: another line is damaged.
+    """
     lines = []
     texts = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
     for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)
             line["step"] += 0
+            if not all(isinstance(value, of) for name, value in line.items() if name != "step"):
+                raise TypeError
             lines.append(line)
         except (ValueError, TypeError, KeyError):
             if number < len(texts):
+                rest = "texts" if of is str else "numbers"
                 raise UserError(
-                    "Every line of a metrics file must be a JSON object with a step.",
+                    f"Every line of `{path.name}` must be a JSON object with a step and {rest}.",
                     seen=f"{text:.60}",
                     where=f"{path}, line {number}",
                     fix="remove the line",
