@@ -52,6 +52,14 @@ def test_a_settled_sum_that_is_made_pending_in_a_loop_is_refused():
     assert "test_settled.py" in text and "(~x)" in text and "settled once, after the loop" in text
 
 
+def test_named_jit_refuses_it_too():
+    with jax.set_mesh(MESH):
+        step = tr.named_jit(lambda w, parts: accumulated(w, parts, settled=True))
+        with pytest.raises(tr.PendingSumError, match="settled in a loop must stay settled"):
+            step(W, PARTS)
+        tr.named_jit(lambda w, parts: accumulated(w, parts, settled=False))(W, PARTS)
+
+
 def test_a_sum_that_stays_pending_is_settled_once():
     with jax.set_mesh(MESH):
         rows = ledger(lambda w, parts: accumulated(w, parts, settled=False), W, PARTS)

@@ -121,3 +121,15 @@ def test_windows_that_lose_none_are_right(size, stride, spec):
         tr.ledger(scattered(size, stride), x)
         found = jax.jit(scattered(size, stride))(x)
     np.testing.assert_allclose(found, scattered(size, stride)(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_a_loop_of_one_s_own_is_told_after_its_first_step_and_from_then_on(donate):
+    step = tr.named_jit(gradient(depthwise), donate=donate)
+    for use in (step, step, step.lower):
+        x, weight = placed("data")
+        with pytest.raises(UserError, match="summed over data; the same along"):
+            use(weight, x)
+    x, weight = placed("data")
+    right = tr.named_jit(gradient(shifted), donate=donate)
+    np.testing.assert_allclose(right(weight, x), gradient(depthwise)(WEIGHT, X), rtol=1e-4)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from trellis.inspect.rows import EACH_TURN, Ledger, Row
 from trellis.notation.typeof import short_dtype
-from trellis.program import Body, Operation, Program, refuse_resettled, refuse_windows, trace
+from trellis.program import Body, Operation, Program, refuse_wrong, trace
 from trellis.program.flow import Parameters, constants, repeats, roles, uniform, zeros
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
@@ -56,8 +56,7 @@ def ledger_of(program: Program, load: float | None = None, *, refuse: bool = Tru
     """
     rows = _Rows(program, load).of(program)
     if refuse:
-        refuse_resettled(program)
-        refuse_windows(program)
+        refuse_wrong(program)
     sizes = {name: size for name, size in program.mesh.items() if size > 1}
     return Ledger(tuple(rows), sizes, program.auto)
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from trellis._compat import is_tracer
+from trellis.errors import TrellisError
 from trellis.frames import in_a_library
 from trellis.mesh.landing import put
 from trellis.mesh.layout import Layout, current_layout
@@ -21,6 +22,7 @@ from trellis.named.axis import NamesError
 from trellis.named.operand import in_order_here, on_mesh
 from trellis.notation import typeof
 from trellis.notation.state import state_of
+from trellis.program import refuse_traced
 
 
 def _mapped(layout: Layout, which) -> Layout:
@@ -140,6 +142,7 @@ def named_jit(
 
     Raises:
         NamesError: not a function or not a map; or, in a call, an array that is donated and given a second time.
+        UserError, PendingSumError: after the first call, compilers get such a program wrong (`tr.ledger` says which).
     """
     for option, ours in (("donate_argnums", "donate"), ("static_argnums", "static")):
         if option in options:
@@ -155,8 +158,12 @@ def named_jit(
         if which is not None:
             _check_map(which, f"named_jit({what}=...)")
 
+    traced, refused = 0, []
+
     @functools.wraps(fn)
     def run(*args, **kwargs):
+        nonlocal traced
+        traced += 1
         if inputs is not None and current_layout() is not None:
             args = tuple(a if i in fixed else shard(a, inputs) for i, a in enumerate(args))
             kwargs = shard(kwargs, inputs)
@@ -185,8 +192,11 @@ def named_jit(
     def used(*args, **kwargs):
         if donated:
             _check_given_once(donated + named, args, kwargs)
+        if refused:
+            raise refused[0]
+        before = traced
         try:
-            return compiled(*args, **kwargs)
+            results = compiled(*args, **kwargs)
         except Exception as error:  # of JAX 0.10.2 to 0.12.0, whose program for QR says nothing of slices
             if not (str(error).startswith("select `which` must be scalar") and _of_no_line(error)):
                 raise
@@ -194,10 +204,28 @@ def named_jit(
                 "JAX can compute a QR decomposition, and what is made of one, only where no mesh axis slices it, got "
                 "slices, in named_jit: map the function along the sliced name with tr.map instead of vmap"
             ) from error
+        if traced > before:
+            read(*args, **kwargs)
+        return results
+
+    def read(*args, **kwargs):
+        """Refuses what compilers get wrong. JAX has kept the program, and traces nothing again."""
+        layout = current_layout()
+        if not any(map(is_tracer, jax.tree.leaves((args, kwargs)))):
+            program = compiled.trace(*args, **kwargs).jaxpr.jaxpr
+            try:
+                refuse_traced(program, (args, kwargs), None if layout is None else layout.mesh)
+            except TrellisError as error:
+                refused.append(error)
+                raise
+
+    def lower(*args, **kwargs):
+        read(*args, **kwargs)
+        return compiled.lower(*args, **kwargs)
 
     call = using(used)
-    for stage in ("lower", "trace"):
-        setattr(call, stage, using(getattr(compiled, stage)))
+    for stage, use in (("lower", lower), ("trace", compiled.trace)):
+        setattr(call, stage, using(use))
     return call
 
 

@@ -2,10 +2,9 @@
 
 from trellis.frames import hide_frames
 from trellis.program.reading import Argument, Body, Operation, Program, Value
-from trellis.program.settled import refuse_resettled
 from trellis.program.trace import trace
-from trellis.program.windows import refuse_windows
+from trellis.program.wrong import refuse_traced, refuse_wrong
 
 hide_frames(__file__)
 
-__all__ = ["Argument", "Body", "Operation", "Program", "Value", "refuse_resettled", "refuse_windows", "trace"]
+__all__ = ["Argument", "Body", "Operation", "Program", "Value", "refuse_traced", "refuse_wrong", "trace"]

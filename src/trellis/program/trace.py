@@ -77,9 +77,14 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, *
     mesh = mesh_of(arrays)
     with mesh_in_force(mesh):
         traced = jax.make_jaxpr(call)(arrays).jaxpr
-    live, _ = dce_jaxpr(_differentiated(traced, {}), [True] * len(traced.outvars), instantiate=True)
-    donated, described = _donated(live), _arguments((args, kwargs), kind_of)
-    return Program(live, [Argument(*each, v in donated) for each, v in zip(described, live.invars)], mesh)
+    read = live(traced)
+    donated, described = _donated(read), _arguments((args, kwargs), kind_of)
+    return Program(read, [Argument(*each, v in donated) for each, v in zip(described, read.invars)], mesh)
+
+
+def live(jaxpr: Jaxpr) -> Jaxpr:
+    """A program as compilers see it: without what nothing reads, and not differentiated any more."""
+    return dce_jaxpr(_differentiated(jaxpr, {}), [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def _differentiated(jaxpr: Jaxpr, done: dict) -> Jaxpr:
@@ -152,11 +157,15 @@ def first_mesh(jaxpr: Jaxpr) -> Mesh | None:
 
 def equations_of(jaxpr: Jaxpr, primitive: str) -> Iterator:
     """The equations of a primitive in a program, and in the programs within it."""
+    return (equation for equation, _ in equations(jaxpr) if equation.primitive.name == primitive)
+
+
+def equations(jaxpr: Jaxpr, in_loop: bool = False) -> Iterator[tuple[Any, bool]]:
+    """All equations of a program, and of the programs within it, with whether they are in a loop."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == primitive:
-            yield equation
+        yield equation, in_loop
         for inner in jaxprs_in(equation):
-            yield from equations_of(inner, primitive)
+            yield from equations(inner, in_loop or equation.primitive.name in ("scan", "while"))
 
 
 def _donated(jaxpr) -> set:

@@ -17,6 +17,8 @@ from trellis.program.reading import Operation, Program
 from trellis.program.rules import RULES
 from trellis.program.sizes import typed
 
+SCATTERED = "select_and_scatter_add"  # the gradient of a maximum over windows
+
 
 def refuse_windows(program: Program) -> None:
     """Refuses a program with one of these gradients.
@@ -27,7 +29,7 @@ def refuse_windows(program: Program) -> None:
     for operation in program.walk():
         if operation.name == "conv_general_dilated" and operation.params["batch_group_count"] > 1:
             _refuse_groups(operation, program)
-        elif operation.name == "select_and_scatter_add":
+        elif operation.name == SCATTERED:
             _refuse_overlaps(operation)
 
 
