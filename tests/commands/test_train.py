@@ -272,7 +272,7 @@ def test_a_run_is_paused_before_its_first_step_and_resumed_by_its_folder(run_fil
     assert code == 0, err
     assert (folder / "checkpoints" / "step-00000000" / "manifest.json").exists()
     assert not read_lines(folder / "metrics.jsonl")
-    assert read_lines(folder / "timeline.jsonl")[-1]["event"] == "paused"
+    assert read_lines(folder / "timeline.jsonl", float | str)[-1]["event"] == "paused"
     code, out, err = trellis(capsys, "train", folder, "--until", 2)
     assert code == 0, err
     assert f"folder   {folder}" in out and "paused   after step 2; `trellis train" in out

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import trellis as tr
 from trellis.inspect import ledger
 from trellis.inspect.ledger import ledger_of
+from trellis.mesh.topology import slice_devices
 from trellis.recipes import load_run
 from trellis.train.assemble import assemble
 from trellis.train.summary import step_program
@@ -52,12 +53,18 @@ def test_a_settled_sum_that_is_made_pending_in_a_loop_is_refused():
     assert "test_settled.py" in text and "(~x)" in text and "settled once, after the loop" in text
 
 
-def test_named_jit_refuses_it_too():
-    with jax.set_mesh(MESH):
-        step = tr.named_jit(lambda w, parts: accumulated(w, parts, settled=True))
+def test_named_jit_refuses_it_for_all_but_cpus():
+    step = tr.named_jit(lambda w, parts: accumulated(w, parts, settled=True))
+    with jax.set_mesh(MESH):  # whose compiler leaves the sums where they are
+        np.testing.assert_allclose(step(W, PARTS), accumulated(W, PARTS, settled=False), rtol=1e-4)
+    tpus = tr.make_mesh(slice_devices("v5e:2x2"), x=4)
+    w, parts = (
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(tpus, a.sharding.spec)) for a in (W, PARTS)
+    )
+    with jax.set_mesh(tpus):
         with pytest.raises(tr.PendingSumError, match="settled in a loop must stay settled"):
-            step(W, PARTS)
-        tr.named_jit(lambda w, parts: accumulated(w, parts, settled=False))(W, PARTS)
+            step.lower(w, parts)
+        tr.named_jit(lambda w, parts: accumulated(w, parts, settled=False)).lower(w, parts)
 
 
 def test_a_sum_that_stays_pending_is_settled_once():

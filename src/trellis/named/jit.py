@@ -15,6 +15,7 @@ from trellis.frames import in_a_library
 from trellis.mesh.landing import put
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.meshes import MeshError
+from trellis.mesh.platform import are_cpus
 from trellis.mesh.reshard import place
 from trellis.named.arguments import function_of
 from trellis.named.array import NamedArray, check_rank, is_named
@@ -23,6 +24,7 @@ from trellis.named.operand import in_order_here, on_mesh
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 from trellis.program import refuse_traced
+from trellis.program.trace import mesh_of
 
 
 def _mapped(layout: Layout, which) -> Layout:
@@ -211,10 +213,12 @@ def named_jit(
     def read(*args, **kwargs):
         """Refuses what compilers get wrong. JAX has kept the program, and traces nothing again."""
         layout = current_layout()
+        mesh = mesh_of((args, kwargs)) if layout is None else layout.mesh
         if not any(map(is_tracer, jax.tree.leaves((args, kwargs)))):
             program = compiled.trace(*args, **kwargs).jaxpr.jaxpr
+            on_cpus = isinstance(mesh, jax.sharding.Mesh) and are_cpus(mesh)
             try:
-                refuse_traced(program, (args, kwargs), None if layout is None else layout.mesh)
+                refuse_traced(program, mesh, moves_sums=not on_cpus)
             except TrellisError as error:
                 refused.append(error)
                 raise
