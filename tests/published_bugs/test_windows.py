@@ -133,3 +133,13 @@ def test_a_loop_of_one_s_own_is_told_after_its_first_step_and_from_then_on(donat
     x, weight = placed("data")
     right = tr.named_jit(gradient(shifted), donate=donate)
     np.testing.assert_allclose(right(weight, x), gradient(depthwise)(WEIGHT, X), rtol=1e-4)
+
+
+def test_what_was_refused_on_some_slices_runs_on_others():
+    step = tr.named_jit(gradient(depthwise))
+    for _ in range(2):
+        x, weight = placed("data")
+        with pytest.raises(UserError):
+            step(weight, x)
+        x, weight = placed(MESH.axis_names)
+        np.testing.assert_allclose(step(weight, x), gradient(depthwise)(WEIGHT, X), rtol=1e-4)

@@ -160,7 +160,7 @@ def named_jit(
         if which is not None:
             _check_map(which, f"named_jit({what}=...)")
 
-    traced, refused = 0, []
+    traced, suspect = 0, False
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
@@ -194,8 +194,8 @@ def named_jit(
     def used(*args, **kwargs):
         if donated:
             _check_given_once(donated + named, args, kwargs)
-        if refused:
-            raise refused[0]
+        if suspect:  # a program of it was refused, and JAX has kept that one, too
+            read(*args, **kwargs)
         before = traced
         try:
             results = compiled(*args, **kwargs)
@@ -212,6 +212,7 @@ def named_jit(
 
     def read(*args, **kwargs):
         """Refuses what compilers get wrong. JAX has kept the program, and traces nothing again."""
+        nonlocal suspect
         layout = current_layout()
         mesh = mesh_of((args, kwargs)) if layout is None else layout.mesh
         if not any(map(is_tracer, jax.tree.leaves((args, kwargs)))):
@@ -219,8 +220,8 @@ def named_jit(
             on_cpus = isinstance(mesh, jax.sharding.Mesh) and are_cpus(mesh)
             try:
                 refuse_traced(program, mesh, moves_sums=not on_cpus)
-            except TrellisError as error:
-                refused.append(error)
+            except TrellisError:
+                suspect = True
                 raise
 
     def lower(*args, **kwargs):
