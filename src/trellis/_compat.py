@@ -227,7 +227,7 @@ def _keep_residuals_of_own_axes() -> None:
     def nospec(self, mesh, check_vma, all_names):
         kept, own = original(self, mesh, check_vma, all_names), frozenset(all_names)
         axes = tuple(a for a in all_names if not check_vma or a in self.mat.varying)
-        return PartitionSpec(*[axes][: len(axes)], unreduced=kept.unreduced & own, reduced=kept.reduced & own)
+        return PartitionSpec(*([axes] if axes else []), unreduced=kept.unreduced & own, reduced=kept.reduced & own)
 
     arrays.nospec = nospec
 

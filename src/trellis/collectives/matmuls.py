@@ -141,10 +141,10 @@ class _Call:
             self.refuse("a product in a ring needs two operands", f"{len(lefts)}", "write 'x, weight -> result'")
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.manual_axes or partly_manual():
-            axes = ", ".join(map(repr, mesh.manual_axes))
-            seen, fix = f"a shard_map with axes={{{axes}}}", "leave out its axes"
-            if not axes:
-                seen, fix = "another mode", "call it inside shard_map"
+            seen, fix = "another mode", "call it inside shard_map"
+            if mesh.manual_axes:
+                seen = f"a shard_map with axes={{{', '.join(map(repr, mesh.manual_axes))}}}"
+                fix = "leave out its axes"
             self.refuse("a ring must run in manual mode over all mesh axes", seen, fix)
         if ring.axis not in mesh.shape:
             self.refuse(

@@ -86,8 +86,6 @@ class Family:
         rule = f"The configuration of a {self.model_type} must have values of the types that transformers writes."
         try:
             fields = self.from_hub(hub)
-        except UserError:
-            raise
         except KeyError as error:
             complete = f"The configuration of a {self.model_type} must be complete."
             raise UserError(complete, seen=f"no {error.args[0]}", where=where, fix=fix) from None

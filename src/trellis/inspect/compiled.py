@@ -274,6 +274,9 @@ def cycles_of(instruction: Instruction) -> int:
     return int(cycles[1]) if cycles and int(cycles[1]) < _NO_ESTIMATE else 0
 
 
+_ON_SPARSECORES = 'async_execution_thread="sparsecore"'
+
+
 def gathered_bytes(compiled, *, load: float | None = None) -> dict[str, int]:
     """Bytes that gathers and scatters of rows read and write, by line, if a TPU's schedule has no estimate of them and
     its SparseCores do not make them beside it.
@@ -305,9 +308,6 @@ def gathered_beside(program: Program) -> dict[str, int]:
     called = {name for call in calls for names in call.called().values() for name in names}
     inside = [i for name in called for i in program.computations.get(name, ())]
     return {i.name: moved for i in inside if (moved := gathered_by(i))}
-
-
-_ON_SPARSECORES = 'async_execution_thread="sparsecore"'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

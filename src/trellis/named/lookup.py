@@ -71,7 +71,6 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
             table = place(table, held.axes, (), frozenset(), names=x.names)
         array = plan.rows(table, *(plan.widened(i) for i in ids), where={} if mode == "explicit" else None)
         return settle_selected(NamedArray(array, plan.out), plan.looked_up)
-    table = _bring(x, plan, where)
     ids = [NamedArray(bring(i, where).array, i.names) for i in ids]
     pending = () if together else where[plan.renamed[0]]
     layout = current_layout()
@@ -80,7 +79,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
         # an empty array: the compiler partitions.
         return _partitioned(x, ids, plan, where)
     body = plan.body(pending)
-    arrays = [table.array, *(plan.widened(i) for i in ids)]
+    arrays = [_bring(x, plan, where).array, *(plan.widened(i) for i in ids)]
     out = spec_of([where[n] for n in plan.out], pending)
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in arrays)
     try:

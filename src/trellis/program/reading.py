@@ -24,6 +24,8 @@ from trellis.program.source import label_of, source_of
 
 # A call of `shard_map` is inlined between these: its operands become slices, and its results whole arrays.
 ENTER, LEAVE = "enter shard_map", "leave shard_map"
+# Operations that run a program again and again.
+LOOPS = ("scan", "while")
 # Each is one operation to the device, whatever the program inside says.
 KERNELS = frozenset(
     "pallas_call custom_call ffi_call tpu_custom_call dot_product_attention_fwd dot_product_attention_bwd "
@@ -216,7 +218,7 @@ class Operation:
     @property
     def is_loop(self) -> bool:
         """Whether its bodies run turn after turn."""
-        return self.name in ("scan", "while")
+        return self.name in LOOPS
 
     @property
     def carries(self) -> tuple[int, int]:
@@ -333,7 +335,7 @@ class _Reader:
     def equation(self, equation: JaxprEqn, operands: list[Value], body: Body, frame: Frame, times: int) -> list[Value]:
         name, params = equation.primitive.name, equation.params
         inner = jaxprs_in(equation)
-        if name in ("scan", "while", "cond") or not inner:
+        if name in (*LOOPS, "cond") or not inner:
             turns = params["length"] if name == "scan" else 1
             if name == "while":
                 inner = [params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr]

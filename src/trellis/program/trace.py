@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from trellis.notation.binding import TypeMismatch
 from trellis.notation.typeof import is_named
-from trellis.program.reading import Argument, Program, jaxprs_in
+from trellis.program.reading import LOOPS, Argument, Program, jaxprs_in
 from trellis.program.sizes import typed
 
 Words = tuple[str, ...]
@@ -165,7 +165,7 @@ def equations(jaxpr: Jaxpr, in_loop: bool = False) -> Iterator[tuple[Any, bool]]
     for equation in jaxpr.eqns:
         yield equation, in_loop
         for inner in jaxprs_in(equation):
-            yield from equations(inner, in_loop or equation.primitive.name in ("scan", "while"))
+            yield from equations(inner, in_loop or equation.primitive.name in LOOPS)
 
 
 def _donated(jaxpr) -> set:

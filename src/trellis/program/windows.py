@@ -10,6 +10,9 @@ The gradient of a maximum over windows goes to the positions that were the large
 they move on, or more, some of it is lost where they reach over the ends of slices.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from jax.sharding import AxisType
 
 from trellis.errors import UserError
@@ -17,7 +20,15 @@ from trellis.program.reading import Operation, Program
 from trellis.program.rules import RULES
 from trellis.program.sizes import typed
 
-SCATTERED = "select_and_scatter_add"  # the gradient of a maximum over windows
+
+def is_grouped(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether an operation is the gradient of a weight by which a convolution with groups multiplies."""
+    return name == "conv_general_dilated" and params["batch_group_count"] > 1
+
+
+def is_of_largest(name: str) -> bool:
+    """Whether an operation is the gradient of a maximum over windows."""
+    return name == "select_and_scatter_add"
 
 
 def refuse_windows(program: Program) -> None:
@@ -27,9 +38,9 @@ def refuse_windows(program: Program) -> None:
         UserError: with its line, and what to write in its place.
     """
     for operation in program.walk():
-        if operation.name == "conv_general_dilated" and operation.params["batch_group_count"] > 1:
+        if is_grouped(operation.name, operation.params):
             _refuse_groups(operation, program)
-        elif operation.name == SCATTERED:
+        elif is_of_largest(operation.name):
             _refuse_overlaps(operation)
 
 

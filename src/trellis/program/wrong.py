@@ -1,6 +1,5 @@
 """What compilers get wrong without a word, refused wherever a program is read, and where `named_jit` runs it."""
 
-from collections.abc import Callable
 from typing import Any
 
 from jax.extend.core import Jaxpr
@@ -10,7 +9,7 @@ from trellis.program.reading import Program
 from trellis.program.settled import refuse_resettled
 from trellis.program.sizes import state_at
 from trellis.program.trace import equations, live
-from trellis.program.windows import SCATTERED, refuse_windows
+from trellis.program.windows import is_grouped, is_of_largest, refuse_windows
 
 
 def refuse_wrong(program: Program) -> None:
@@ -35,18 +34,20 @@ def refuse_traced(jaxpr: Jaxpr, mesh: Mesh | AbstractMesh | None, *, moves_sums:
     Raises:
         PendingSumError, UserError: as in `refuse_wrong`.
     """
-    refusals = {refuse for equation, in_loop in equations(jaxpr) if (refuse := _wrong_by(equation, in_loop))}
-    if not moves_sums:
-        refusals -= {refuse_resettled}
-    for refuse in refusals:
-        refuse(Program(live(jaxpr), mesh=mesh))
+    found = [*equations(jaxpr)]
+    windows = any(is_grouped(e.primitive.name, e.params) or is_of_largest(e.primitive.name) for e, _ in found)
+    settled = moves_sums and any(in_loop and _begins_pending(e) for e, in_loop in found)
+    if not (windows or settled):
+        return
+    program = Program(live(jaxpr), mesh=mesh)
+    if settled:
+        refuse_resettled(program)
+    if windows:
+        refuse_windows(program)
 
 
-def _wrong_by(equation: Any, in_loop: bool) -> Callable[[Program], None] | None:
-    """What refuses a program that has this equation, if it is as it may be there."""
-    name = equation.primitive.name
-    if name == "reshard":
-        before, after = (state_at(value.aval).pending for value in (equation.invars[0], equation.outvars[0]))
-        return refuse_resettled if in_loop and after - before else None
-    grouped = name == "conv_general_dilated" and equation.params["batch_group_count"] > 1
-    return refuse_windows if grouped or name == SCATTERED else None
+def _begins_pending(equation: Any) -> bool:
+    if equation.primitive.name != "reshard":
+        return False
+    before, after = (state_at(value.aval).pending for value in (equation.invars[0], equation.outvars[0]))
+    return bool(after - before)

@@ -19,7 +19,7 @@ from trellis.inspect import Ledger
 from trellis.inspect.ledger import ledger_of
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import arrange
-from trellis.notation.typeof import typeof
+from trellis.notation.typeof import is_named, typeof
 from trellis.plan.compile import compiler_devices, platform_of_target
 from trellis.program.trace import first_mesh, mesh_of, trace
 from trellis.proof.interpreter import Interpreter
@@ -91,9 +91,9 @@ def _check(meant: Sequence[np.ndarray], subject: Subject) -> None:
 
 def _check_names(result: Any, subject: Subject) -> None:
     """Refuses named results whose dimensions are others, or in another order, than those of the function's."""
-    named = lambda tree: jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "names"))
+    named = lambda tree: jax.tree.leaves(tree, is_leaf=is_named)
     for wanted, theirs, ours in zip(subject.wanted, named(result), named(subject.lowered.out_info)):
-        if hasattr(theirs, "names") and hasattr(ours, "names") and theirs.names != ours.names:
+        if is_named(theirs) and is_named(ours) and theirs.names != ours.names:
             raise UserError(
                 "A reference must return the same arrays as the function.",
                 seen=f"names {' '.join(theirs.names)} for {wanted.name}, where `{subject.name}` returns "

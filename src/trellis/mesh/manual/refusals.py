@@ -219,7 +219,7 @@ def _varying(kind: str) -> set[str]:
 
 def _axes(axes: Collection[str]) -> str:
     """Mesh axes as a tuple of Python's."""
-    return "(" + "".join(f"'{axis}', " for axis in sorted(axes)).rstrip() + ")"
+    return str(tuple(sorted(axes)))
 
 
 def _of_a_copy(name: str) -> TypeMismatch:
