@@ -173,6 +173,15 @@ PROGRAMS = {
     "every other row": (lambda x: x[::2], X),
     "turned over": (lambda x: x[::-1], X),
     "dynamic slice": (lambda x, i: lax.dynamic_slice_in_dim(x, i, 16, 0), X, arg((), dtype=I)),
+    "dynamic slice of two dimensions": (
+        lambda x, i: lax.dynamic_slice(x, (i, i), (16, 64)), arg((64, 128), "data", "model"), arg((), dtype=I)
+    ),
+    "dynamic update of two dimensions": (
+        lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i)),
+        arg((64, 128), "data", "model"), arg((16, 64), "data", "model"), arg((), dtype=I),
+    ),
+    "largest of sliced rows": (lambda x: lax.top_k(x, 4), arg((8, 64, 128), "data", "model")),
+    "largest of sliced rows, gradient": (gradient(lambda x: lax.top_k(x, 4)[0]), arg((8, 64, 128), "data", "model")),
     "take along an axis": (lambda x, i: jnp.take_along_axis(x, i, 1), X, arg((64, 1), "data", None, dtype=I)),
     "tensor parallel": (tensor_parallel, *BLOCK),
     "tensor parallel, gradient": (gradient(tensor_parallel), *BLOCK),

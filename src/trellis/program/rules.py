@@ -230,14 +230,16 @@ class States:
         """Operations that cut, join or reverse a dimension: free along whole dimensions, left to the compiler along
         sharded ones, for which the row is an estimate."""
         kind, touched = _RESHAPING[operation.name]
-        for index in touched(operation):
-            axes = self._real(states[0].axes[index])
-            if not axes:
-                continue
-            source, count = operation.operands[0].aval, self._count(axes)
-            payload = num_bytes(source) // self._count(states[0].sliced) * (count if kind == "all-gather" else 1)
-            move = Move(kind, axes, payload, wire_bytes(kind, count, payload))
-            yield Implied(move, source, states[0], operation.results[0].state, GUESS)
+        arrays = 2 if operation.name == "dynamic_update_slice" else 1  # what is written is gathered, too
+        for value, state in zip(operation.operands[:arrays], states):
+            payload = num_bytes(value.aval) // self._count(state.sliced)
+            for index in sorted(touched(operation), reverse=True):  # the last is gathered first
+                if not (axes := self._real(state.axes[index])):
+                    continue
+                count = self._count(axes)
+                payload *= count if kind == "all-gather" else 1
+                move = Move(kind, axes, payload, wire_bytes(kind, count, payload))
+                yield Implied(move, value.aval, state, operation.results[0].state, GUESS)
         for out in operation.results:
             if is_auto(out.aval):
                 self.known[out] = _elementwise(operation, states)
@@ -433,6 +435,10 @@ def _updated(operation: Operation) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(whole, update)) if a != b]
 
 
+def _all(operation: Operation) -> list[int]:
+    return list(range(len(operation.operands[0].shape)))
+
+
 def _one(name: str) -> Callable[[Operation], list[int]]:
     return lambda operation: [operation.params[name]]
 
@@ -446,6 +452,6 @@ _RESHAPING: dict[str, tuple[str, Callable[[Operation], list[int]]]] = {
     "concatenate": ("all-to-all", _one("dimension")),
     "rev": ("permute", lambda operation: list(operation.params["dimensions"])),
     "sort": ("all-gather", _one("dimension")),
-    "top_k": ("all-gather", lambda operation: [operation.params.get("axis", len(operation.operands[0].shape) - 1)]),
+    "top_k": ("all-gather", _all),  # compilers cut none, but where they make a sort of it (a TPU's, of small arrays)
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), ("all-gather", _one("axis"))),
 }
