@@ -11,12 +11,16 @@ as after a change of the planner, and where it is named; tests fail until it is.
 With `--compile` the compilers of TPUs and GPUs are asked instead whether each recipe fits, in
 `benchmarks/results/recipes_compiled.txt`: a minute a recipe on GPUs, up to an hour on TPUs (`trellis[plan]`, and JAX's
 CUDA plugin). Step times are made from compiled programs as `trellis plan --compile` does; nothing runs.
+
+With `--winner` they are asked about what the search prefers to a recipe, in `recipes_contested.txt` there. Where that
+takes longer by their schedules, the recipe is not behind.
 """
 
 import argparse
 import dataclasses
 import gc
 import hashlib
+import math
 import os
 import re
 import sys
@@ -35,6 +39,7 @@ COMPILED = RESULTS.with_stem("recipes_compiled")
 BEHIND, ROOM = 0.03, 0.9
 # What a row says of a plan is today's within a hundredth, as settings within a hundredth are alike to the search.
 SAME = 0.01
+CONTESTED = RESULTS.with_stem("recipes_contested")
 # Of a run, what its plan is made from.
 PLANNED = ("model", "batch_size", "microbatches", "accumulation", "precision", "optimizer", "remat", "mesh", "layout")
 HEADER = (
@@ -62,6 +67,7 @@ BY_COMPILERS = (
     "exposed",
     "by",
 )
+BY_SCHEDULES = ("recipe", "on", "settings", "compiled: step s", "the winner's", "the search's winner")
 
 
 def row(name: str) -> tuple[str, ...]:
@@ -123,10 +129,31 @@ def compiled_row(name: str) -> tuple[str, ...]:
     return (name, where.name, settings_of(run), *gib, error, f"{plan.seconds:.3f}", *step, by)
 
 
-def is_behind(line: tuple[str, ...]) -> bool:
-    """Whether a row says that the recipe is not what the search finds."""
+def contested_row(name: str) -> tuple[str, ...]:
+    """A recipe and what the search prefers to it, by their compiled schedules."""
+    where, run = target(hardware_of(name)), load_run(name)
+    best = search(run, where).roomy(ROOM)
+    if best is None or best.plan is None:
+        raise SystemExit(f"the search finds no setting with room for {name}")
+    steps = [judge(quick_plan(r, where), *compile_run(r, where, progress=True)).seconds for r in (run, best.run)]
+    said = ("does not fit" if step is None else f"{step:.3f}" for step in steps)
+    return (name, where.name, settings_of(run), *said, best.words())
+
+
+def is_behind(line: tuple[str, ...], contested: Path = CONTESTED) -> bool:
+    """Whether a row says that the recipe is not what the search finds, and the compilers' schedules agree."""
     late = line[HEADER.index("behind")]
-    return late == "no room" or float(late.rstrip("%")) > 100 * BEHIND
+    if late == "no room" or float(late.rstrip("%")) <= 100 * BEHIND:
+        return late == "no room"
+    asked = kept(contested, BY_SCHEDULES).get(line[0])
+    same = asked is not None and (*asked[:3], asked[-1]) == (*line[:3], line[-1])
+    return is_slower(asked) if asked is not None and same else True
+
+
+def is_slower(asked: tuple[str, ...]) -> bool:
+    """Whether a row of contested recipes says that the search's winner takes no longer."""
+    mine, winner = (math.inf if step == "does not fit" else float(step) for step in asked[3:5])
+    return mine >= winner
 
 
 def has_no_room(line: tuple[str, ...]) -> bool:
@@ -156,11 +183,16 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--winner", action="store_true")
     args = parser.parse_args()
+    if args.winner and not args.names:
+        parser.error("--winner needs the names of recipes")
     gc.set_threshold(20_000, 20, 20)  # as the commands have it
     make, header, out, wrong, current = row, HEADER, RESULTS, is_behind, is_todays
     if args.compile:
         make, header, out, wrong, current = compiled_row, BY_COMPILERS, COMPILED, has_no_room, has_settings
+    if args.winner:
+        make, header, out, wrong = contested_row, BY_SCHEDULES, CONTESTED, is_slower
     out = args.out or out
     wanted = args.names or [name for name in RECIPES if hardware_of(name)]
     for name in wanted:

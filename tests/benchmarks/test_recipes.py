@@ -97,3 +97,24 @@ def test_settings_are_what_a_plan_is_made_from(recipes):
     for field, value in others.items():
         assert recipes.settings_of(load_run("llama_84m", {field: value})) != recipes.settings_of(run), field
     assert recipes.settings_of(load_run("llama_84m", {"steps": "20000", "name": "mine"})) == recipes.settings_of(run)
+
+
+@pytest.mark.parametrize(
+    ("step", "winner", "settings", "behind"),
+    [
+        ("1.300", "1.400", "1234abcd", False),
+        ("1.300", "does not fit", "1234abcd", False),
+        ("1.300", "1.300", "1234abcd", True),
+        ("does not fit", "1.400", "1234abcd", True),
+        ("1.300", "1.400", "before", True),
+    ],
+)
+def test_a_recipe_is_not_behind_what_takes_longer_by_its_compiled_schedule(
+    recipes, tmp_path, step, winner, settings, behind
+):
+    row, out = a_row("small", "+5.0%"), tmp_path / "contested.txt"
+    assert recipes.is_behind(row, out) and not recipes.is_behind(a_row("small"), out)
+    recipes.keep(out, {"small": ("small", row[1], settings, step, winner, row[-1])}, recipes.BY_SCHEDULES)
+    assert recipes.is_behind(row, out) == behind
+    assert recipes.is_behind((*row[:-1], "--mesh.data 8"), out), "another winner was not asked about"
+    assert recipes.is_behind(a_row("small", "no room"), out)

@@ -144,6 +144,8 @@ def test_positions_of_arguments_are_given_as_donate_and_static():
             np.testing.assert_array_equal(times(tr.ones({"embed": 16}), 2.0), np.full(16, 2))
     with pytest.raises(tr.NamesError, match="got donate_argnums=0, in named_jit: write donate=0"):
         tr.named_jit(lambda x: x, donate_argnums=0)
+    with pytest.raises(tr.NamesError, match="got static='x', in named_jit: write static=0 for the first argument"):
+        tr.named_jit(lambda x: x, static="x")
     with pytest.raises(tr.NamesError, match=r"got static_argnums=\(1,\), in named_jit: write static=\(1,\)"):
         tr.named_jit(static_argnums=(1,))
 

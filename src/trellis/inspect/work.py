@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from trellis.inspect.apart import copied
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import ENTER, KERNELS, LEAVE
@@ -42,6 +43,8 @@ _SPREADS = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "pcast", "p
 # Operations that write a part of their first operand, and which operand they write there.
 UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 PRODUCTS = ("dot_general", "scaled_matmul_wrapper", "ragged_dot", "ragged_dot_general")
+# How much longer libtpu's schedules take for copies between what a loop keeps and one turn's than for streamed bytes.
+COPIED = 2.0
 # Kinds of pieces for which libtpu's schedule has no estimate: they are kernels.
 UNSCHEDULED = ("attention", "kernel", "grouped")
 # The kind of pieces that copy between a device's memory and the host's.
@@ -67,6 +70,7 @@ class Piece:
         label: what a person would call it, see `Operation.label`.
         number: its place in the program.
         slower: how much longer its bytes take than streamed ones.
+        fuses: of elementwise work, whether a compiler may make it a part of what is around it.
         whole: for attention, whether a kernel's queries see all of its keys.
         looped: whether it is in a loop that holds one pass, such as one over layers; layers may be unrolled instead,
             and a loop over microbatches holds both passes.
@@ -85,27 +89,31 @@ class Piece:
     label: str = ""
     number: int = 0
     slower: float = 1.0
+    fuses: bool = True
     whole: bool = False
     looped: bool = False
 
 
-def work(program: Program, load: float = 1.0) -> list[Piece]:
+def work(program: Program, load: float = 1.0, apart: bool = False) -> list[Piece]:
     """Everything a program computes on one device, loops counted as often as they run.
 
     Args:
         program: the program.
         load: rows that experts on the fullest device get, in those of an even load.
+        apart: whether gathers, and what loops keep for kernels, are made by themselves (`trellis.inspect.apart`).
     """
-    return sorted(_pieces(program, load), key=lambda piece: piece.number)
+    return sorted(_pieces(program, load, apart), key=lambda piece: piece.number)
 
 
-def _pieces(body: Body, load: float) -> Iterator[Piece]:
+def _pieces(body: Body, load: float, apart: bool) -> Iterator[Piece]:
     fused = []
     for operation in body.operations:
         name = operation.name
-        inside = [list(_pieces(inner, load)) for inner in operation.bodies]
+        inside = [list(_pieces(inner, load, apart)) for inner in operation.bodies]
         if name == "scan":
-            yield from _looped(inside[0]) if operation.params["unroll"] < operation.params["length"] else inside[0]
+            is_loop = operation.params["unroll"] < operation.params["length"]
+            yield from _looped(inside[0]) if is_loop else inside[0]
+            yield from _copies(operation) if is_loop and apart else ()
         elif name == "while":
             turns = turns_said(operation, load)
             pieces = [dataclasses.replace(piece, times=piece.times * turns) for piece in inside[1]]
@@ -119,14 +127,29 @@ def _pieces(body: Body, load: float) -> Iterator[Piece]:
         elif name == "conv_general_dilated":
             yield _convolution(operation)
         elif slower := anew_said(operation):
-            (array,) = operation.results
-            moved = 2.0 * array.num_bytes
-            yield _piece(operation, "elementwise", f"{_show(array)} laid out anew", num_bytes=moved, slower=slower)
+            yield _alone(operation, "laid out anew", slower)
+        elif apart and name == "gather":
+            yield _alone(operation, "gathered")
         elif operation.crosses:
             yield from _crossings(operation)
         elif name not in COLLECTIVES and name not in (ENTER, LEAVE) and not lies_so(operation):
             fused.append(operation)
-    yield from _groups(fused, set(body.results))
+    yield from _groups(fused, set(body.results), apart)
+
+
+def _alone(operation: Operation, what: str, slower: float = 1.0) -> Piece:
+    """What reads and writes its result, and is no part of what is around it."""
+    (array,) = operation.results
+    said, moved = f"{_show(array)} {what}", 2.0 * array.num_bytes
+    return _piece(operation, "elementwise", said, num_bytes=moved, slower=slower, fuses=False)
+
+
+def _copies(scan: Operation) -> Iterator[Piece]:
+    for value, place in copied(scan):
+        turns = scan.times * scan.params["length"] // scan.params["unroll"]
+        counted = dict(num_bytes=2.0 * value.num_bytes, slower=COPIED, fuses=False)
+        piece = _piece(place, "elementwise", f"{_show(value)} copied, of a loop's stack", **counted)
+        yield dataclasses.replace(piece, times=turns, direction=scan.direction)
 
 
 def _looped(pieces: list[Piece]) -> list[Piece]:
@@ -227,7 +250,7 @@ def _show(value: Value) -> str:
     return f"{short.get(name, name)}[{','.join(map(str, value.local_shape))}]"
 
 
-def _groups(operations: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
+def _groups(operations: list[Operation], outputs: set[Value], apart: bool) -> Iterator[Piece]:
     """Fused groups: connected operations of one direction and one frame."""
     parent = {operation: operation for operation in operations}
 
@@ -246,10 +269,10 @@ def _groups(operations: list[Operation], outputs: set[Value]) -> Iterator[Piece]
     for operation in operations:
         members[root(operation)].append(operation)
     for group in members.values():
-        yield from _group(group, outputs)
+        yield from _group(group, outputs, apart)
 
 
-def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
+def _group(group: list[Operation], outputs: set[Value], apart: bool) -> Iterator[Piece]:
     inside = set(group)
     made = {value for operation in group for value in operation.results}
     vector = reads = writes = 0.0
@@ -285,7 +308,10 @@ def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
         return
     what = f"{len(group)} fused, {_show(heaviest.results[0])}"
     first = min(operation.number for operation in group)
-    yield _piece(heaviest, "elementwise", what, vector=vector, num_bytes=reads + writes, number=first)
+    # What is made of gathered rows reads them where the gather wrote them.
+    fuses = not (apart and any(value.maker and value.maker.name == "gather" for o in group for value in o.inputs))
+    counted = dict(vector=vector, num_bytes=reads + writes, fuses=fuses)
+    yield _piece(heaviest, "elementwise", what, number=first, **counted)
 
 
 def _spread(value: Value) -> Value:

@@ -122,6 +122,17 @@ def _of_no_line(error: Exception) -> bool:
     return all(in_a_library(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
+def _positions(option: str, given) -> tuple[int, ...]:
+    """The positions of arguments that an option gives."""
+    found = tuple(given) if isinstance(given, tuple | list) else (given,)
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in found):
+        raise NamesError(
+            f"named_jit takes positions of arguments, which are whole numbers, got {option}={given!r}, in named_jit: "
+            f"write {option}=0 for the first argument"
+        )
+    return found
+
+
 def named_jit(
     fn=None,
     *,
@@ -143,7 +154,7 @@ def named_jit(
         **options: passed to `jax.jit`.
 
     Raises:
-        NamesError: not a function or not a map; or, in a call, an array that is donated and given a second time.
+        NamesError: not a function, a map or positions; or, in a call, an array that is donated and given a second time.
         UserError, PendingSumError: after the first call, compilers get such a program wrong (`tr.ledger` says which).
     """
     for option, ours in (("donate_argnums", "donate"), ("static_argnums", "static")):
@@ -152,7 +163,7 @@ def named_jit(
                 f"named_jit takes donate= and static= for positions of arguments, got {option}={options[option]!r}, "
                 f"in named_jit: write {ours}={options[option]!r}"
             )
-    donated, fixed = ((given,) if isinstance(given, int) else tuple(given) for given in (donate, static))
+    donated, fixed = _positions("donate", donate), _positions("static", static)
     if fn is None:
         return functools.partial(named_jit, donate=donate, inputs=inputs, outputs=outputs, static=static, **options)
     function_of(fn, "named_jit", "write named_jit(lambda x: 2 * x)")

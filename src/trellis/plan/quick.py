@@ -195,7 +195,7 @@ def plan_program(
         load: rows that experts on the fullest device get, relative to an even load.
     """
     links, ledger = links_of(program.mesh, target), ledger_of(program, load)
-    pieces = tuple(work(program, load))
+    pieces = tuple(work(program, load, apart=target.chip.kind == "tpu"))
     if target.chip.kind == "cpu":
         pieces = tuple(piece for piece in pieces if not _made_once(piece))
     hides = {HIDING_OPTIONS[option] for option in options if option in HIDING_OPTIONS}

@@ -200,7 +200,7 @@ def work_line(piece: Piece, chip: Chip) -> Line:
         if all(piece.dims):
             rate *= filled(piece.dims[1], chip) / waves(piece.dims, piece.flops / (2.0 * math.prod(piece.dims)), chip)
         matrix = piece.flops / rate
-    fuses = piece.kind == "elementwise" and piece.slower == 1
+    fuses = piece.kind == "elementwise" and piece.fuses
     if fuses:
         memory *= 1 - FUSED_AWAY
     reads = "the host's memory" if piece.kind == HOST_COPY else "memory"

@@ -6,6 +6,7 @@ import math
 
 from trellis.hardware.chips import Target
 from trellis.inspect.timeline import FRAGMENTATION
+from trellis.inspect.work import COPIED
 from trellis.mesh.meshes import outer_to_inner
 from trellis.models.protocol import FamilyConfig, stacked
 from trellis.named.pipeline.parts import Parts
@@ -102,6 +103,10 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     kernels /= chip.bf16_flops * (chip.whole_attention_efficiency if ring else chip.attention_efficiency)
     kernels *= idle
     compute = flops / (chip.bf16_flops * chip.matmul_efficiency) * 1.15 * narrow * idle + kernels
+    if chip.kind == "tpu" and experts:  # what kernels make is copied to a loop's stack and back; else rows come again
+        rows, choices = m.embed * per_token, m.mlp * per_token * of_choice
+        passed = 2 * COPIED * (choices + rows * of_rows) + rows * (not of_rows)
+        compute += 2 * 2.0 * passed * m.layers * local / model / chip.streaming_bandwidth
     weights = activations = 0.0
     if shard and sharded:
         passes = 1 if parts > 1 and once else 2

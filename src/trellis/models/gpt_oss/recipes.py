@@ -68,7 +68,7 @@ def gpt_oss_20b_v5p_64() -> Run:
         batch_size=256,
         mesh=MeshSizes(data=4, data_y=4, data_z=4),
         layout=LayoutChoice(preset="fsdp", params=FrozenMap(experts="data/data_y")),
-        remat=Remat(policy="saved"),
+        remat=Remat(policy="saved", names=("query", "key", "value", "attention", "mlp_gate", "mlp_up")),
         compiler_options=FrozenMap(V5P_AND_TWO_SIDES),
     )
 

@@ -70,7 +70,7 @@ def qwen3_30b_a3b_v5p_64() -> Run:
         name="qwen3_30b_a3b_v5p_64",
         batch_size=256,
         mesh=MeshSizes(data=4, data_y=4, data_z=4),
-        remat=Remat(policy="saved"),
+        remat=Remat(policy="saved", names=("query", "key", "value", "attention", "mlp_gate", "mlp_up")),
         compiler_options=FrozenMap(V5P),
     )
 

@@ -1,0 +1,62 @@
+"""What a compiler of TPUs makes no part of what is around it: kernels, loops, collectives and gathers of rows.
+
+A loop has what its turns keep in one array for all of them. Where products and elementwise work make such a value, or
+read it, that is where they write and read. What cannot is given a copy, of one turn, in memory of its own: for each
+value that a kernel makes and a loop keeps, and for each that it keeps and a kernel reads.
+"""
+
+from collections.abc import Iterator
+
+from trellis.program import Operation, Value
+from trellis.program.manual import COLLECTIVES
+from trellis.program.reading import ENTER, KERNELS, LEAVE, LOOPS
+
+# What passes its operands on, in the same order: nothing is made for them.
+_SAME = {
+    ENTER, LEAVE, "name", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "copy",
+    "optimization_barrier", "reduce_precision", "pcast", "pvary", "sharding_constraint", "layout_constraint",
+}  # fmt: skip
+
+
+def is_apart(operation: Operation) -> bool:
+    """Whether an operation reads its operands, and writes its results, in memory of their own."""
+    name = operation.name
+    if name == "reshard":
+        return not _is_view(operation)
+    return name in KERNELS or name in LOOPS or name in COLLECTIVES or name == "gather" or name.startswith("ragged")
+
+
+def copied(scan: Operation) -> Iterator[tuple[Value, Operation]]:
+    """Values of one turn of a scan that are copied to what it keeps of all turns, or from there, each with an operation
+    that says where: what makes it, or reads it."""
+    (body,) = scan.bodies
+    constants, carried = scan.carries
+    for value in dict.fromkeys(body.results[carried:]):
+        first = _origin(value)
+        if first.literal is None and (first.maker is None or is_apart(first.maker)):
+            yield value, first.maker or scan
+    for value in body.inputs[constants + carried :]:
+        reader = next((reader for reader in _readers(value) if is_apart(reader)), None)
+        if reader is not None:
+            yield value, reader
+
+
+def _is_view(operation: Operation) -> bool:
+    stays = lambda: operation.operands[0].num_bytes == operation.results[0].num_bytes
+    return operation.name in _SAME or (operation.name == "reshard" and stays())
+
+
+def _origin(value: Value) -> Value:
+    """What a value is another view of."""
+    while value.maker is not None and _is_view(value.maker):
+        value = value.maker.operands[value.position]
+    return value
+
+
+def _readers(value: Value) -> Iterator[Operation]:
+    """What reads a value, or another view of it."""
+    for reader in value.readers:
+        if _is_view(reader):
+            yield from _readers(reader.results[reader.operands.index(value)])
+        else:
+            yield reader
