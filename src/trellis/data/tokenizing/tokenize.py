@@ -16,6 +16,7 @@ from trellis.data.storage import open_folder
 from trellis.data.store.store import Store
 from trellis.data.store.writer import StoreWriter, writer_lock
 from trellis.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from trellis.data.tokenizing.chat import check_chat_tokenizer
 from trellis.data.tokenizing.hf_datasets import DatasetSource
 from trellis.data.tokenizing.pool import LocalPool
 from trellis.data.tokenizing.progress import TokenizingProgress
@@ -141,6 +142,8 @@ def tokenize(
             tokenizer = writer.tokenizer
         elif tokenizer is None:
             tokenizer = _train(source, train_bpe, train_bytes, job, on_error, progress)
+        if chat:
+            check_chat_tokenizer(tokenizer)
         writer.describe(
             tokenizer,
             chunk_tokens=chunk_tokens,
