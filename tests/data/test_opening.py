@@ -8,7 +8,7 @@ import pytest
 import zarr
 
 from tests.data.corpora import END, make_store, random_texts, stream
-from trellis.data import Batches, check_vocabulary, open_store
+from trellis.data import Batches, check_vocabulary, open_store, tokenize
 from trellis.data.store.bin_files import BinStore
 from trellis.data.store.opening import convert
 from trellis.errors import UserError
@@ -235,6 +235,26 @@ def test_conversions_that_cannot_be(store, tmp_path):
     assert raised.value.fix == f"write to {tmp_path / 'x'}.bin"
     with pytest.raises(UserError, match="The split of a flat-tokens dataset must be train or validation"):
         convert(store, str(tmp_path / "x"), to="seqax", split="test")
+
+
+@pytest.mark.parametrize(("to", "at"), [("nanogpt", "x.bin"), ("megatron", "x.bin"), ("megatron", "x.idx"),
+                                       ("seqax", "zarr.json"), ("levanter", "zarr.json")])  # fmt: skip
+def test_conversions_write_over_nothing(store, tmp_path, to, at):
+    (tmp_path / at).write_text('{"attributes": {"trellis": {}}}')
+    out = tmp_path if at == "zarr.json" else tmp_path / "x.bin"
+    with pytest.raises(UserError, match="A converted store must be written to a place of its own"):
+        convert(store, str(out), to=to)
+    assert (tmp_path / at).read_text() == '{"attributes": {"trellis": {}}}'
+
+
+@pytest.mark.parametrize("to", ["seqax", "nanogpt", "megatron", "levanter"])
+def test_a_store_of_conversations_is_not_converted(tmp_path, to):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": talk}))
+    chat = tokenize(tmp_path / "in.jsonl", tmp_path / "chat", chat=True, use_bytes=True, workers=0)
+    with pytest.raises(UserError, match="Only a store whose tokens all count in the loss can be converted"):
+        convert(chat, str(tmp_path / "x.bin"), to=to)
+    assert not (tmp_path / "x.bin").exists()
 
 
 def test_files_that_are_not_there(tmp_path):

@@ -128,6 +128,9 @@ def write_bin(store: TokenStore, path: str, *, index: bool) -> None:
     """
     if not path.endswith(".bin"):
         raise UserError("The name of a .bin file must end in .bin.", seen=path, where="OUT", fix=f"write to {path}.bin")
+    if there := [name for name in (path, path[:-4] + ".idx") if os.path.exists(name)]:
+        rule, fix = "A converted store must be written to a place of its own.", "write to another file"
+        raise UserError(rule, seen="a file", where=there[0], fix=fix)
     wide = (np.int32, 4) if index else (np.uint32, None)
     dtype, code = (np.uint16, 8) if store.vocab_size <= 2**16 else wide
     with open(path + ".part", "wb") as file:

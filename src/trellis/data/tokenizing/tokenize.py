@@ -20,7 +20,7 @@ from trellis.data.tokenizing.chat import check_chat_tokenizer
 from trellis.data.tokenizing.hf_datasets import DatasetSource
 from trellis.data.tokenizing.pool import LocalPool
 from trellis.data.tokenizing.progress import TokenizingProgress
-from trellis.data.tokenizing.sources import FileSource, find_files
+from trellis.data.tokenizing.sources import FileSource, check_outside, find_files
 from trellis.data.tokenizing.worker import Encoder
 from trellis.errors import UserError
 
@@ -109,6 +109,7 @@ def tokenize(
         source = FileSource(files=find_files(source))
     if chat and isinstance(source, FileSource | DatasetSource) and source.field is None:
         source = dataclasses.replace(source, field="messages")
+    check_outside(source.files, out)
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = load_tokenizer(os.fspath(tokenizer), end_of_document=end_of_document)
     elif use_bytes:
