@@ -72,8 +72,15 @@ def to_hub(config, positions: int) -> dict:
 
 
 def from_hub(hub: Mapping) -> dict:
-    heads = hub["num_attention_heads"]
-    rope = {**(hub.get("rope_scaling") or {}), **(hub.get("rope_parameters") or {})}
+    heads, rope = hub["num_attention_heads"], _rope(hub)
+    kinds = hub.get("layer_types") or ()
+    if other := sorted(set([kinds] if isinstance(kinds, str) else kinds) - {"full_attention"}):
+        raise UserError(
+            "Every layer must attend to all earlier positions here.",
+            seen=f"layer_types: {', '.join(other)}",
+            where="config.json",
+            fix="use a model whose layer_types are all full_attention",
+        )
     return {
         "vocab": hub["vocab_size"],
         "embed": hub["hidden_size"],
@@ -89,8 +96,28 @@ def from_hub(hub: Mapping) -> dict:
     }
 
 
+def _rope(hub: Mapping) -> dict:
+    """How positions are rotated. transformers 4 and 5 look in different places, which may not differ."""
+    older, newer = ({**(hub.get(place) or {})} for place in ("rope_scaling", "rope_parameters"))
+    for rope in (older, newer):
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            raise TypeError("rotary positions of several kinds")
+        if rope:
+            rope.setdefault("rope_type", rope.get("type", "default"))
+    if differing := [name for name, value in newer.items() if older.get(name, value) != value]:
+        name = differing[0]
+        raise UserError(
+            "A config.json that has both rope_scaling and rope_parameters must say the same in both.",
+            seen=f"{name}: {older[name]} in rope_scaling, {newer[name]} in rope_parameters",
+            where="config.json",
+            fix="remove the one that does not hold",
+        )
+    length = hub.get("original_max_position_embeddings") or hub.get("max_position_embeddings")
+    return ({"original_max_position_embeddings": length} if length else {}) | older | newer
+
+
 def _scaling(rope: Mapping) -> Scaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
     if kind == "linear":
