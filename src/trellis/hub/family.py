@@ -9,7 +9,7 @@ from trellis.errors import UserError
 from trellis.hub.keys import Key
 
 # What every model here does, and `transformers` may be told not to do.
-_ALWAYS = {"is_causal": True}
+_ALWAYS: Mapping[str, Any] = {"is_causal": True}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Family:
                 "AutoModelForCausalLM.from_pretrained(..., quantization_config=...).save_pretrained(...), "
                 "with Mxfp4Config(dequantize=True), or what transformers has for this method",
             )
-        for field, value in (_ALWAYS | self.fixed).items():
+        for field, value in {**_ALWAYS, **self.fixed}.items():
             if hub.get(field, value) != value:
                 raise UserError(
                     f"A {self.model_type} must have {field} {value} here.",
