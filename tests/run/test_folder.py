@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from trellis.data import FileSource, find_files, tokenize
+from trellis.data import FileSource, find_files, open_store, tokenize
+from trellis.data.store.opening import convert
 from trellis.errors import UserError
 from trellis.optim import AdamW
 from trellis.recipes import tiny
@@ -192,6 +193,16 @@ def test_a_part_of_a_mixture_is_read_one_and_a_half_times(stores):
 def test_a_store_with_more_tokens_than_the_model_is_refused(stores):
     with pytest.raises(UserError, match="The model's vocabulary must include every token id of the store"):
         open_corpus(run_on(StoreSource(path=str(stores / "a")), vocab=200))
+
+
+def test_a_tokenizer_whose_documents_end_with_a_token_that_the_model_has_not_is_refused(stores, tmp_path):
+    """Of a store without a tokenizer and without ends of documents, so that no other check finds it."""
+    convert(open_store(stores / "a"), str(tmp_path / "flat"), to="seqax")
+    named = str(stores / "a" / "tokenizer.json")
+    run = run_on(StoreSource(path=str(tmp_path / "flat" / "train")), vocab=256, tokenizer=named)
+    with pytest.raises(UserError, match="The model's vocabulary must include the token that ends a document") as error:
+        open_corpus(run)
+    assert error.value.seen == "<|endoftext|>, token 256, vocab=256" and "--model.vocab 257" in error.value.fix
 
 
 @pytest.mark.slow

@@ -73,6 +73,13 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
             check_tokenizer(store, tokenizer)
         check_vocabulary(store, run.model.vocab)
         _check_counts(store)
+    if tokenizer is not None and tokenizer.end_of_document >= run.model.vocab:
+        raise UserError(
+            "The model's vocabulary must include the token that ends a document.",
+            seen=f"{tokenizer.end_of_document_text}, token {tokenizer.end_of_document}, vocab={run.model.vocab}",
+            where="model.vocab",
+            fix=f"use --model.vocab {tokenizer.vocab_size} or more, or the tokenizer that the model was made for",
+        )
     how = {"packing": _PACKINGS[data.packing], "mask_documents": data.mask_documents}
     phases = run.phases()
     sizes = [(entry.step or phase.start, entry.size) for phase in phases for entry in phase.run.batch_sizes()]
