@@ -74,6 +74,12 @@ class Tokenizer:
         with self._encoding():
             return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
 
+    @property
+    def around(self) -> list[str]:
+        """The special tokens that `transformers` puts around a text unless told not to; they are never put here."""
+        found = self._inner.encode("", add_special_tokens=True)
+        return [token for token, special in zip(found.tokens, found.special_tokens_mask, strict=True) if special]
+
     def encode_markup(self, text: str) -> np.ndarray:
         """The ids of one text in which special tokens that are written out are recognized: `i64["tokens"]`."""
         with self._encoding():

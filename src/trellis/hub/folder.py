@@ -32,6 +32,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
+    "generation_config.json",  # the tokens at which a text begins and ends
 )
 # By these a folder holds something else: an export would overwrite it, or be removed with it.
 _OF_RUNS = ("run.yaml", "checkpoints", "manifest.json")
