@@ -73,10 +73,11 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
             check_tokenizer(store, tokenizer)
         check_vocabulary(store, run.model.vocab)
         _check_counts(store)
-    if tokenizer is not None and tokenizer.end_of_document >= run.model.vocab:
+    end = None if tokenizer is None else tokenizer.end_of_document
+    if tokenizer is not None and end is not None and end >= run.model.vocab:
         raise UserError(
             "The model's vocabulary must include the token that ends a document.",
-            seen=f"{tokenizer.end_of_document_text}, token {tokenizer.end_of_document}, vocab={run.model.vocab}",
+            seen=f"{tokenizer.end_of_document_text}, token {end}, vocab={run.model.vocab}",
             where="model.vocab",
             fix=f"use --model.vocab {tokenizer.vocab_size} or more, or the tokenizer that the model was made for",
         )
