@@ -125,6 +125,18 @@ def test_an_answer_of_weight_0_does_not_count(tmp_path):
     assert counted == "b<|im_end|>\nc<|im_end|>\nd<|im_end|>\n"
 
 
+def test_the_token_that_ends_a_message_does_not_end_a_document(path):
+    """As in many tokenizers for chats; each message would be a document, and no answer would see its question."""
+    json_of = chat_tokenizer().json
+    with pytest.raises(UserError) as raised:
+        chat_store(path, tokenizer=Tokenizer(json_of, end_of_document="<|im_end|>"))
+    assert raised.value.rule.startswith("The token that ends a document cannot end a message")
+    assert raised.value.seen == "<|im_end|>" and "--end-of-document" in raised.value.fix
+    store = chat_store(path, tokenizer=Tokenizer(json_of, end_of_document="<|endoftext|>"))
+    batch = Batches(store, sequence_length=128, batch_size=1, packing="pad", shuffle=False).batch(0)
+    assert set(batch.segment_ids[0]) == {0, 1}
+
+
 @pytest.mark.parametrize("how", ["byte-level", "SentencePiece"])
 def test_a_tokenizer_that_puts_a_space_before_every_text(path, how):
     from tokenizers import Tokenizer as Inner

@@ -16,7 +16,7 @@ import pytest
 import zstandard
 
 from tests.data.corpora import END, random_texts, stream
-from trellis.data import FileSource, Store, find_files, open_store, tokenize
+from trellis.data import FileSource, Store, Tokenizer, byte_tokenizer, find_files, open_store, tokenize
 from trellis.data.tokenizing import formats
 from trellis.errors import UserError
 
@@ -436,3 +436,23 @@ def test_wrong_options(options, rule):
     with pytest.raises(UserError) as raised:
         FileSource(files=(), **options)
     assert raised.value.rule == rule
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "o"])
+def test_a_text_that_would_end_in_its_middle(tmp_path, end):
+    """The token that ends documents is an ordinary one, or one that the tokenizer finds in a text, special or not."""
+    from tokenizers import Tokenizer as Inner
+
+    inner = Inner.from_str(byte_tokenizer().json)
+    inner.add_tokens(["<|end|>"])
+    options = {"use_bytes": False, "tokenizer": Tokenizer(inner.to_str(), end_of_document=end)}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", f"b{end}c", "d")))
+    (tmp_path / "in.txt").write_text(f"a{end}")
+    seen = f"its text is encoded with {end!r}, which ends documents"
+    for name, line in (("in.jsonl", 2), ("in.txt", 1)):
+        with pytest.raises(UserError) as raised:
+            tokens_of(tmp_path / name, tmp_path / f"no-{name}", **options)
+        assert raised.value.seen == seen and raised.value.where == f"{tmp_path / name}, line {line}"
+    store = tokens_of(tmp_path / "in.jsonl", tmp_path / "out", on_error="skip", **options)
+    assert [store.tokenizer().decode(store.document(i)) for i in range(2)] == [f"a{end}", f"d{end}"]
+    assert store.about["skipped_examples"] == [f"{tmp_path / 'in.jsonl'}, line 2: {seen}"] and store.text_bytes == 2

@@ -8,7 +8,7 @@ import pytest
 import zarr
 
 from tests.data.corpora import SecondReader, make_store, random_texts, stream, tree
-from trellis.data import byte_tokenizer, check_tokenizer, check_vocabulary, open_store, train_bpe
+from trellis.data import Tokenizer, byte_tokenizer, check_tokenizer, check_vocabulary, open_store, tokenize, train_bpe
 from trellis.data.store.damage import find_damage
 from trellis.data.store.store import smallest_dtype
 from trellis.data.store.zarray import crc32c
@@ -227,3 +227,21 @@ def test_the_files_of_a_store(store, tmp_path):
         "files", "offsets", "sources.json", "tokenizer.json", "tokens", "zarr.json",
     ]  # fmt: skip
     assert store.sources()[0]["name"] == str(tmp_path / "store.jsonl")
+
+
+def test_byte_level_vocabularies_without_merges_keep_their_ids(tmp_path):
+    """Only the one that has every byte as its id is encoded without the tokenizer."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    inner.train_from_iterator([], trainers.BpeTrainer(vocab_size=257, special_tokens=["<|endoftext|>"], **options))
+    more = tokenizers.Tokenizer.from_str(byte_tokenizer().json)
+    more.add_tokens(["all"])
+    (tmp_path / "in.txt").write_text("hé, all")
+    for name, one in (("sorted", inner), ("more", more)):
+        store = tokenize(tmp_path / "in.txt", tmp_path / name, tokenizer=Tokenizer(one.to_str()), workers=0)
+        assert store.document(0)[:-1].tolist() == one.encode("hé, all").ids
+        assert store.tokenizer().decode(store.document(0)[:-1]) == "hé, all"

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from trellis.data import FileSource, find_files, open_store, tokenize
+from trellis.data import FileSource, Tokenizer, find_files, open_store, tokenize
 from trellis.data.store.opening import convert
 from trellis.errors import UserError
 from trellis.optim import AdamW
@@ -223,6 +223,13 @@ def test_stores_of_another_tokenizer_are_refused(stores, tmp_path):
         assert error.value.fix == "tokenize the corpus with the model's tokenizer"
     found = open_corpus(run_on(StoreSource(path=theirs), vocab=300, tokenizer=named)).tokenizer
     assert found.sha256 == other.tokenizer().sha256
+    ends = Tokenizer(other.tokenizer().json, end_of_document="to")  # the same tokens, of which another ends documents
+    (tmp_path / "dots.txt").write_text(". . . ." * 400)
+    tokenize(tmp_path / "dots.txt", tmp_path / "dots", tokenizer=ends, workers=0)
+    found = open_corpus(run_on(StoreSource(path=str(tmp_path / "dots")), vocab=300, tokenizer=named)).tokenizer
+    assert found.end_of_document_text == "to"
+    with pytest.raises(UserError, match="A run's data and its model must use the same tokenizer"):
+        open_corpus(run_on(StoreSource(path=theirs, validation=str(tmp_path / "dots")), vocab=300, tokenizer=named))
 
 
 @pytest.mark.parametrize("text", ["", "steps: [", "steps: 3\n", "\0", "- a\n"])

@@ -287,5 +287,14 @@ def _byte_characters():
 
 
 def _is_bytes(serialized):
-    model = json.loads(serialized)
-    return model["model"].get("merges") == [] and len(model["model"]["vocab"]) == 257 and not model["normalizer"]
+    """Whether a serialized tokenizer gives every byte as its id, as `byte_tokenizer` does, and nothing else."""
+    found = json.loads(serialized)
+    model, pieces = found["model"], found.get("pre_tokenizer") or {}
+    return (
+        model["vocab"] == _byte_characters() | {END_OF_DOCUMENT: 256}
+        and not model.get("merges")
+        and not found.get("normalizer")
+        and pieces.get("type") == "ByteLevel"
+        and not pieces.get("add_prefix_space")
+        and all(token["special"] for token in found.get("added_tokens") or ())
+    )

@@ -67,7 +67,9 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
     data = run.data
     source, held_out = _stores(run, progress)
     stores = list(source.stores.values()) if isinstance(source, Mixture) else [source]
-    tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer is not None else _tokenizer_of(stores[0])
+    tokenizer = _tokenizer_of(stores[0])
+    if data.tokenizer is not None and (named := load_tokenizer(data.tokenizer)).json != getattr(tokenizer, "json", ""):
+        tokenizer = named  # if it is the same, the store knows which of its tokens ends a document
     for store in [*stores, *held_out.values()]:
         if tokenizer is not None and _tokenizer_of(store) is not None:
             check_tokenizer(store, tokenizer)

@@ -45,7 +45,7 @@ def check_messages(messages: object) -> str | None:
 
 
 def check_chat_tokenizer(tokenizer) -> None:
-    """Refuses a tokenizer that changes what stands between the parts of a conversation.
+    """Refuses a tokenizer that changes what stands between the parts of a conversation, or ends a document there.
 
     Each part is encoded by itself, so that it is known which tokens count in the loss. Tokenizers that put a space
     before every text, as SentencePiece's do, would put one before every part.
@@ -63,6 +63,13 @@ def check_chat_tokenizer(tokenizer) -> None:
             seen=f"{found!r} for {written!r}",
             where="--tokenizer",
             fix="use a tokenizer that puts nothing before a text, such as a byte-level one without add_prefix_space",
+        )
+    if tokenizer.end_of_document in ids:
+        raise UserError(
+            "The token that ends a document cannot end a message: an answer would not see what it answers.",
+            seen=tokenizer.end_of_document_text,
+            where="--tokenizer",
+            fix="name another one, as in --end-of-document '<|endoftext|>'",
         )
 
 
