@@ -119,6 +119,14 @@ class Tokenizer:
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     @functools.cached_property
+    def counts_bytes(self) -> bool:
+        """Whether tokens' own lengths add up to their text's, as `token_bytes` has them: not where a tokenizer drops
+        spaces, as WordPiece does, or marks the parts of a word."""
+        model = json.loads(self.json)["model"]
+        marks = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+        return model.get("type") not in ("WordPiece", "WordLevel") and not marks
+
+    @functools.cached_property
     def token_bytes(self) -> np.ndarray:
         """How many UTF-8 bytes of text each id stands for: `i32["vocab"]`; special tokens stand for none.
 
