@@ -211,6 +211,10 @@ def test_the_ends_of_an_imported_models_texts_are_kept(run_folder, tmp_path, cap
     assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == ends
     hub = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {name: hub[name] for name in ends} == ends
+    (tmp_path / "run" / "tokenizer" / "generation_config.json").write_text("[]")
+    assert "A generation_config.json must be a JSON object." in refused(
+        capsys, "export", str(tmp_path / "run"), "--to", str(tmp_path / "again")
+    )
 
 
 def test_an_export_says_if_its_tokenizer_puts_something_around_texts(run_folder, tmp_path, capsys):

@@ -8,7 +8,16 @@ import pytest
 import zarr
 
 from tests.data.corpora import SecondReader, make_store, random_texts, stream, tree
-from trellis.data import Tokenizer, byte_tokenizer, check_tokenizer, check_vocabulary, open_store, tokenize, train_bpe
+from trellis.data import (
+    Tokenizer,
+    byte_tokenizer,
+    check_tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    open_store,
+    tokenize,
+    train_bpe,
+)
 from trellis.data.store.damage import find_damage
 from trellis.data.store.store import smallest_dtype
 from trellis.data.store.zarray import crc32c
@@ -245,3 +254,14 @@ def test_byte_level_vocabularies_without_merges_keep_their_ids(tmp_path):
         store = tokenize(tmp_path / "in.txt", tmp_path / name, tokenizer=Tokenizer(one.to_str()), workers=0)
         assert store.document(0)[:-1].tolist() == one.encode("hé, all").ids
         assert store.tokenizer().decode(store.document(0)[:-1]) == "hé, all"
+
+
+@pytest.mark.parametrize("contents", ["{", "[]", '{"eos_token": ["</s>"]}', '{"eos_token": {}}'])
+def test_a_broken_configuration_of_a_tokenizer(tmp_path, contents):
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().json)
+    (tmp_path / "tokenizer_config.json").write_text(contents)
+    with pytest.raises(UserError) as raised:
+        load_tokenizer(str(tmp_path))
+    assert raised.value.rule == "A tokenizer_config.json must be a JSON object whose eos_token is a text or has one."
+    assert raised.value.where == str(tmp_path / "tokenizer_config.json")
+    assert load_tokenizer(str(tmp_path), end_of_document="<|endoftext|>").end_of_document == 256

@@ -71,7 +71,13 @@ def execute(args: argparse.Namespace) -> int:
 def _ends(chosen: Path | None, end: int | None) -> dict:
     """The tokens at which a text begins and ends: those of an imported model, or what ends a document."""
     file = None if chosen is None else chosen / "generation_config.json"
-    theirs = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+    try:
+        theirs = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+        if not isinstance(theirs, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        rule, fix = "A generation_config.json must be a JSON object.", "download it again, or remove it"
+        raise UserError(rule, seen=error, where=str(file), fix=fix) from None
     return {name: theirs.get(name, end) for name in ("bos_token_id", "eos_token_id")}
 
 

@@ -157,9 +157,7 @@ def load_tokenizer(path: str, *, end_of_document: str | None = None) -> Tokenize
     if os.path.isdir(path):
         config = os.path.join(path, "tokenizer_config.json")
         if end_of_document is None and os.path.exists(config):
-            with open(config, encoding="utf-8") as file:
-                eos = json.load(file).get("eos_token")
-            end_of_document = eos.get("content") if isinstance(eos, dict) else eos
+            end_of_document = _end_in(config)
         path = os.path.join(path, "tokenizer.json")
     elif not os.path.exists(path) and "/" in path and not path.endswith(".json") and "://" not in path:
         path = _from_hub(path)
@@ -174,6 +172,27 @@ def load_tokenizer(path: str, *, end_of_document: str | None = None) -> Tokenize
             fix="use a tokenizer.json, or a folder that contains one",
         ) from error
     return Tokenizer(serialized, end_of_document=end_of_document, where=where)
+
+
+def _end_in(config):
+    """The end-of-document token that a tokenizer_config.json names, or None."""
+    with open(config, encoding="utf-8") as file:
+        text = file.read()
+    try:
+        eos = json.loads(text).get("eos_token")
+        eos = eos["content"] if isinstance(eos, dict) else eos
+    except (ValueError, AttributeError, KeyError) as error:
+        eos, wrong = None, str(error)
+    else:
+        wrong = None if eos is None or isinstance(eos, str) else f"eos_token: {eos!r}"
+    if wrong:
+        raise UserError(
+            "A tokenizer_config.json must be a JSON object whose eos_token is a text or has one.",
+            seen=wrong,
+            where=config,
+            fix="download it again, or name the token with --end-of-document",
+        )
+    return eos
 
 
 def _from_hub(name):
