@@ -265,3 +265,12 @@ def test_a_broken_configuration_of_a_tokenizer(tmp_path, contents):
     assert raised.value.rule == "A tokenizer_config.json must be a JSON object whose eos_token is a text or has one."
     assert raised.value.where == str(tmp_path / "tokenizer_config.json")
     assert load_tokenizer(str(tmp_path), end_of_document="<|endoftext|>").end_of_document == 256
+
+
+def test_a_tokenizer_that_encodes_by_chance():
+    about = json.loads(byte_tokenizer().json)
+    about["model"]["dropout"] = 0.25
+    with pytest.raises(UserError) as raised:
+        Tokenizer(json.dumps(about))
+    assert raised.value.rule == "A tokenizer must encode a text alike every time."
+    assert raised.value.seen == "a model with dropout 0.25"

@@ -96,6 +96,25 @@ def test_the_length_before_scaling_is_the_models_if_no_other_is_named():
 
 
 @pytest.mark.parametrize(
+    ("more", "magnitude", "part"),
+    [
+        ({}, 1.1386, 0.0),
+        ({"mscale": 0.7}, 1.1386, 0.0),
+        ({"mscale": 0.7, "mscale_all_dim": 0.4}, 1.0394, 0.4),
+        ({"mscale_all_dim": 1.0}, 1.1386, 1.0),  # it scales scores by itself, and cosines only beside `mscale`
+        ({"mscale_all_dim": 1.0, "attention_factor": 1.2}, 1.2, 1.0),
+    ],
+)
+def test_how_scores_grow_by_yarn(more, magnitude, part):
+    plain = {name: value for name, value in contents("deepseek_v3").items() if not name.startswith("rope_sc")}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "original_max_position_embeddings": 16}
+    found = read("deepseek_v3", plain | {"rope_parameters": rope | more}).rope_scaling
+    assert found.magnitude == pytest.approx(magnitude, abs=1e-4) and found.mscale_all_dim == part
+    error = refused("deepseek_v3", plain | {"rope_parameters": rope | {"factor": 1.0, "attention_factor": 1.3}})
+    assert error.rule == "YaRN with a factor of 1 must leave queries and keys as they are."
+
+
+@pytest.mark.parametrize(
     ("quantized", "seen"),
     [({"quant_method": "fp8"}, "fp8"), ({}, "None"), ("int8", "int8"), ([8], "[8]"), (False, "False")],
 )

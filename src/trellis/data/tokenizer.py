@@ -40,6 +40,13 @@ class Tokenizer:
                 where=where,
                 fix="use a tokenizer.json, or a folder that contains one",
             ) from error
+        if dropout := getattr(self._inner.model, "dropout", None):
+            raise UserError(
+                "A tokenizer must encode a text alike every time.",
+                seen=f"a model with dropout {dropout:g}",
+                where=where,
+                fix='set "dropout": null in the model of the tokenizer.json',
+            )
         self._inner.no_truncation()
         self._inner.no_padding()
         self._inner.encode_special_tokens = True

@@ -140,20 +140,31 @@ def _scaling(rope: Mapping) -> Scaling | None:
 
 
 def _yarn(rope: Mapping) -> YarnScaling:
-    both = rope.get("mscale") and rope.get("mscale_all_dim")
+    part = rope.get("mscale_all_dim") or 0.0
+    both = part and rope.get("mscale")
     found = YarnScaling(
         factor=rope["factor"],
         beta_fast=rope.get("beta_fast") or 32.0,
         beta_slow=rope.get("beta_slow") or 1.0,
         original_context=rope["original_max_position_embeddings"],
         truncate=rope.get("truncate", True),
-        **({"mscale": rope["mscale"], "mscale_all_dim": rope["mscale_all_dim"]} if both else {}),
+        mscale=rope["mscale"] if both else 1.0,
+        mscale_all_dim=part,
     )
     given = rope.get("attention_factor")
-    if given is None or math.isclose(given, found.magnitude, rel_tol=1e-6):
+    if given is None:  # transformers divides by the part of the scores only if it finds both
+        given = found.magnitude if both else found.growth(1.0)
+    if math.isclose(given, found.magnitude, rel_tol=1e-6):
         return found
+    if found.factor <= 1.0:
+        raise UserError(
+            "YaRN with a factor of 1 must leave queries and keys as they are.",
+            seen=f"factor={found.factor}, attention_factor={given}",
+            where="config.json",
+            fix="use a model without attention_factor, or with a factor above 1",
+        )
     # A magnitude other than the default determines the growth with the log of the factor.
-    mscale = (given * found.growth(found.mscale_all_dim) - 1.0) / (found.growth(1.0) - 1.0)
+    mscale = (given * found.growth(part) - 1.0) / (found.growth(1.0) - 1.0)
     return dataclasses.replace(found, mscale=mscale)
 
 
