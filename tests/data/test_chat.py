@@ -115,6 +115,17 @@ def test_broken_conversations(tmp_path, messages, seen):
     assert raised.value.rule == "Every document must be readable." and raised.value.seen == seen
 
 
+def test_a_tokenizer_that_cuts_or_fills_up_texts(path, tmp_path):
+    import tokenizers
+
+    inner = tokenizers.Tokenizer.from_str(chat_tokenizer().json)
+    inner.enable_truncation(3)
+    inner.enable_padding(length=40, pad_id=5)
+    changed = Tokenizer(inner.to_str())
+    one, other = chat_store(path), chat_store(path, tokenizer=changed, restart=True)
+    assert np.array_equal(one.tokens(0, one.num_tokens), other.tokens(0, other.num_tokens))
+
+
 def test_an_answer_of_weight_0_does_not_count(tmp_path):
     said = [("a", {"weight": 0}), ("b", {"weight": 1}), ("c", {"weight": None, "tool_calls": None}), ("d", {})]
     talk = [{"role": "assistant", "content": content} | more for content, more in said]

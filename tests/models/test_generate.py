@@ -129,7 +129,7 @@ class Letters:
 
     end_of_document = 0
 
-    def encode(self, text):
+    def encode_markup(self, text):
         return [ord(c) - 65 for c in text]
 
     def decode(self, ids):
@@ -151,7 +151,7 @@ def test_texts():
 class Words(Letters):
     """Letters of which N to Z are A to M with a space before them, as in a byte-level BPE."""
 
-    def encode(self, text):
+    def encode_markup(self, text):
         return [ord(c[-1]) - 65 + 13 * (len(c) > 1) for c in re.findall(r" ?[A-M]| ", text)]
 
     def decode(self, ids):

@@ -96,7 +96,10 @@ class Tokenizer:
     def _markup(self):
         import tokenizers
 
-        return tokenizers.Tokenizer.from_str(self.json)
+        found = tokenizers.Tokenizer.from_str(self.json)
+        found.no_truncation()
+        found.no_padding()
+        return found
 
     def encode_batch(self, texts: list[str], dtype=np.uint32) -> list[np.ndarray]:
         """The ids of many texts, without special tokens."""

@@ -71,8 +71,9 @@ def sample(
 
     Args:
         model: a model, in the type to compute in.
-        tokenizer: has `encode`, `decode` and `end_of_document`.
-        prompt: the text to continue; an empty one begins a document.
+        tokenizer: has `encode_markup`, `decode` and `end_of_document`.
+        prompt: the text to continue; an empty one begins a document. Special tokens that are written out in it, such as
+            the markers of a chat, are those tokens.
         new_tokens: how many tokens are made at most.
         sampling: how each is chosen.
         seed: of the choices.
@@ -83,7 +84,7 @@ def sample(
     """
     spaced = _spaced(tokenizer, model.config.vocab) if prompt.endswith(" ") and prompt.strip() else None
     kept = prompt if spaced is None else prompt[:-1]
-    ids = [int(i) for i in tokenizer.encode(kept)] if prompt else [tokenizer.end_of_document]
+    ids = [int(i) for i in tokenizer.encode_markup(kept)] if prompt else [tokenizer.end_of_document]
     positions = model.config.positions
     if positions is not None and len(ids) < positions:
         new_tokens = min(new_tokens, positions - len(ids))
