@@ -107,6 +107,25 @@ def test_nanogpt_as_it_comes(tmp_path):
         open_store(tmp_path / "other.bin").tokens(0, 1)
 
 
+def test_bins_of_other_kinds(tmp_path):
+    """Nothing in them says what they hold; what no text begins with is refused."""
+    path, tokens = tmp_path / "x.bin", np.arange(1, 200)
+    for contents, seen in (
+        (
+            struct.pack("<256i", 20240520, 1, *[0] * 254) + tokens.astype("<u2").tobytes(),
+            "the header that llm.c writes",
+        ),
+        (tokens.astype("<u4").tobytes(), "every second uint16 is 0, as in numbers of 32 bits"),
+        (tokens.astype("u1").tobytes(), "199 bytes for uint16"),
+    ):
+        path.write_bytes(contents)
+        with pytest.raises(UserError) as raised:
+            open_store(path)
+        assert raised.value.seen.startswith(seen) and raised.value.where == str(path)
+    path.write_bytes(tokens.astype("<u4").tobytes())
+    assert np.array_equal(BinStore(str(path), dtype="uint32").tokens(0, 199), tokens)
+
+
 def test_megatron(store, tmp_path):
     convert(store, str(tmp_path / "corpus.bin"), to="megatron")
     data = (tmp_path / "corpus.idx").read_bytes()
