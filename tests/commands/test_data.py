@@ -1,6 +1,7 @@
 """`trellis tokenize` and `trellis data` as a user types them."""
 
 import json
+import os
 import re
 
 import jax
@@ -60,6 +61,29 @@ def test_skipped_documents_are_named(tmp_path, capsys):
     assert main([*words, "--on-error", "skip"]) == 0
     said = capsys.readouterr()
     assert "left out: 0 by the filter, 1 that could not be read" in said.out and "in.jsonl, line 2" in said.err
+
+
+def test_a_text_that_changed_after_its_store_was_finished(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("one")
+    words = ["tokenize", str(tmp_path / "in.txt"), "--out", str(tmp_path / "o"), "--bytes", "--workers", "0", "--quiet"]
+    assert main(words) == 0 and main(words) == 0 and not capsys.readouterr().err
+    (tmp_path / "in.txt").write_text("two")
+    later = (tmp_path / "o" / "zarr.json").stat().st_mtime_ns + 1_000_000
+    os.utime(tmp_path / "in.txt", ns=(later, later))
+    assert main(words) == 0
+    assert capsys.readouterr().err == (
+        f"written to after the store was finished: {tmp_path / 'in.txt'}; --restart reads again\n"
+    )
+    os.utime(tmp_path / "in.txt", ns=(0, 0))
+    assert main([*words, "--restart"]) == 0 and not capsys.readouterr().err
+    assert open_store(tmp_path / "o").document(0).tobytes()[:6:2] == b"two"
+
+
+def test_a_store_is_not_made_of_itself(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("one")
+    words = ["tokenize", str(tmp_path), "--out", str(tmp_path / "o"), "--bytes", "--workers", "0"]
+    assert main(words) == 0 and main(words) == 2
+    assert "The files to tokenize must lie outside of the store." in capsys.readouterr().err
 
 
 def test_the_standard_library_is_the_default(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import weakref
 
 import jax
@@ -199,6 +200,36 @@ def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, c
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
     assert not (tmp_path / "back" / "tokenizer.json").exists()
+
+
+def test_the_ends_of_an_imported_models_texts_are_kept(run_folder, tmp_path, capsys):
+    main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
+    ends = {"bos_token_id": 3, "eos_token_id": [256, 4]}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(ends))
+    assert main(["import", str(tmp_path / "hf"), "--to", str(tmp_path / "run"), "--devices", "1"]) == 0
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "back"), "--dtype", "float32"]) == 0
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == ends
+    hub = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {name: hub[name] for name in ends} == ends
+    (tmp_path / "run" / "tokenizer" / "generation_config.json").write_text("[]")
+    assert "A generation_config.json must be a JSON object." in refused(
+        capsys, "export", str(tmp_path / "run"), "--to", str(tmp_path / "again")
+    )
+
+
+def test_an_export_says_if_its_tokenizer_puts_something_around_texts(run_folder, tmp_path, capsys):
+    from tokenizers import Tokenizer, processors
+
+    inner = Tokenizer.from_str(byte_tokenizer().json)
+    inner.add_special_tokens(["<s>"])
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])
+    (tmp_path / "tokenizer.json").write_text(inner.to_str())
+    lines = (run_folder / "run.yaml").read_text().splitlines()
+    changed = [f"  tokenizer: {tmp_path}/tokenizer.json" if "  tokenizer:" in line else line for line in lines]
+    shutil.copytree(run_folder, tmp_path / "run")
+    (tmp_path / "run" / "run.yaml").write_text("\n".join(changed))
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "hf"), "--dtype", "float32"]) == 0
+    assert "trained without the <s> that `transformers` puts around a text" in capsys.readouterr().out
 
 
 def test_the_positions_of_an_export_are_the_models_where_it_has_some():

@@ -89,6 +89,15 @@ def test_overview_loads_nothing_heavy():
             ],
         ),
         (
+            ["data", "inspect", "here", "--sample", "2"],
+            [
+                "`trellis data inspect` has no such argument or option.",
+                "--sample",
+                "trellis data inspect",
+                "did you mean `--samples`?",
+            ],
+        ),
+        (
             ["doctor", "--devices", "two"],
             [
                 "The arguments and options of a command must be complete and valid.",

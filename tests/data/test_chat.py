@@ -100,6 +100,12 @@ def test_damaged_masks_are_found(path):
         ([{"role": "user"}], "message 1 is not an object with a string `content`"),
         ([{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}],
          "message 2 has the role 'bot', not one of system, user, assistant, tool"),
+        ([{"role": "assistant", "content": "I will look.", "tool_calls": [{"function": {"name": "look"}}]}],
+         "message 1 has `tool_calls`, which is not written out: only `content` is"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "c"}],
+         "message 2 has `reasoning_content`, which is not written out: only `content` is"),
+        ([{"role": "assistant", "content": "a", "weight": 0.5}], "message 1 has the weight 0.5, not 0 or 1"),
+        ([{"role": "assistant", "content": "a\ud800"}], "message 1 is not UTF-8: half of a surrogate pair"),
     ],
 )  # fmt: skip
 def test_broken_conversations(tmp_path, messages, seen):
@@ -107,6 +113,59 @@ def test_broken_conversations(tmp_path, messages, seen):
     with pytest.raises(UserError) as raised:
         chat_store(tmp_path / "in.jsonl")
     assert raised.value.rule == "Every document must be readable." and raised.value.seen == seen
+
+
+def test_a_tokenizer_that_cuts_or_fills_up_texts(path, tmp_path):
+    import tokenizers
+
+    inner = tokenizers.Tokenizer.from_str(chat_tokenizer().json)
+    inner.enable_truncation(3)
+    inner.enable_padding(length=40, pad_id=5)
+    changed = Tokenizer(inner.to_str())
+    one, other = chat_store(path), chat_store(path, tokenizer=changed, restart=True)
+    assert np.array_equal(one.tokens(0, one.num_tokens), other.tokens(0, other.num_tokens))
+
+
+def test_an_answer_of_weight_0_does_not_count(tmp_path):
+    said = [("a", {"weight": 0}), ("b", {"weight": 1}), ("c", {"weight": None, "tool_calls": None}), ("d", {})]
+    talk = [{"role": "assistant", "content": content} | more for content, more in said]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": talk}))
+    store = chat_store(tmp_path / "in.jsonl")
+    mask = store.loss_mask(0, store.num_tokens).astype(bool)
+    counted = store.tokenizer().decode(store.tokens(0, store.num_tokens)[mask])
+    assert counted == "b<|im_end|>\nc<|im_end|>\nd<|im_end|>\n"
+
+
+def test_the_token_that_ends_a_message_does_not_end_a_document(path):
+    """As in many tokenizers for chats; each message would be a document, and no answer would see its question."""
+    json_of = chat_tokenizer().json
+    with pytest.raises(UserError) as raised:
+        chat_store(path, tokenizer=Tokenizer(json_of, end_of_document="<|im_end|>"))
+    assert raised.value.rule.startswith("The token that ends a document cannot end a message")
+    assert raised.value.seen == "<|im_end|>" and "--end-of-document" in raised.value.fix
+    store = chat_store(path, tokenizer=Tokenizer(json_of, end_of_document="<|endoftext|>"))
+    batch = Batches(store, sequence_length=128, batch_size=1, packing="pad", shuffle=False).batch(0)
+    assert set(batch.segment_ids[0]) == {0, 1}
+
+
+@pytest.mark.parametrize("how", ["byte-level", "SentencePiece"])
+def test_a_tokenizer_that_puts_a_space_before_every_text(path, how):
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    if how == "byte-level":
+        inner = Inner.from_str(chat_tokenizer().json)
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    else:
+        vocab = {"<unk>": 0, "</s>": 1, "▁": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+        inner = Inner(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        inner.add_special_tokens(["</s>"])
+    with pytest.raises(UserError) as raised:
+        chat_store(path, tokenizer=Tokenizer(inner.to_str()))
+    assert raised.value.rule == "The tokenizer of a chat must encode the parts of a conversation as they are."
+    assert r"user\n a" in raised.value.seen and raised.value.where == "--tokenizer"
 
 
 def test_a_tokenizer_without_markers_writes_them_out(path):

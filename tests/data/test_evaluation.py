@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import make_store, random_texts
-from trellis.data import Batches, count_bytes, open_store
+from trellis.data import Batches, Tokenizer, count_bytes, open_store
 from trellis.data.store.opening import convert
 
 TEXTS = random_texts(np.random.default_rng(2), 40)
@@ -30,3 +30,22 @@ def test_without_a_tokenizer_the_average_stands_in(tmp_path):
     store = make_store(tmp_path, TEXTS)
     convert(store, str(tmp_path / "x.bin"), to="megatron")
     assert math.isnan(counted(open_store(tmp_path / "x.bin")))
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "ends of words"])
+def test_tokens_that_are_not_the_text_count_as_the_average(tmp_path, kind):
+    """Their lengths do not add up to the text's: spaces are dropped, or marks stand in them."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import models, pre_tokenizers
+
+    if kind == "WordPiece":
+        inner = Inner(models.WordPiece({"?": 0, "to": 1, "##gether": 2, "be": 3}, unk_token="?"))
+    else:
+        inner = Inner(models.BPE({"?": 0, "be</w>": 1, "to": 2, "gether</w>": 3}, [], end_of_word_suffix="</w>"))
+        inner.model.ignore_merges = True
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["</s>"])
+    options = {"use_bytes": False, "tokenizer": Tokenizer(inner.to_str())}
+    store = make_store(tmp_path, ["be together", "together be be"], **options)
+    assert not store.tokenizer().counts_bytes
+    assert counted(store) == pytest.approx(store.text_bytes)

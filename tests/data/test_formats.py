@@ -1,5 +1,6 @@
 """Every format, compression and kind of path gives the same documents; every broken input one clear message."""
 
+import bz2
 import codecs
 import gzip
 import io
@@ -15,7 +16,7 @@ import pytest
 import zstandard
 
 from tests.data.corpora import END, random_texts, stream
-from trellis.data import FileSource, Store, find_files, open_store, tokenize
+from trellis.data import FileSource, Store, Tokenizer, byte_tokenizer, find_files, open_store, tokenize
 from trellis.data.tokenizing import formats
 from trellis.errors import UserError
 
@@ -73,7 +74,10 @@ WRITERS = {
     "in.jsonl": as_jsonl, "in.json": as_json, "in.csv": as_csv, "in.tsv": as_csv, "in.parquet": as_parquet,
     "in.arrow": as_arrow, "in2.arrow": as_arrow_stream, "in.feather": as_arrow, "in.tar": as_tar,
 }  # fmt: skip
-COMPRESSORS = {"": lambda data: data, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+COMPRESSORS = {
+    "": lambda data: data, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress, ".bz2": bz2.compress,
+    ".GZ": gzip.compress,
+}  # fmt: skip
 
 
 def tokens_of(paths, out, **options) -> Store:
@@ -89,7 +93,7 @@ def test_formats(tmp_path, name):
     assert np.array_equal(store.tokens(0, store.num_tokens), stream(TEXTS))
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst", ".bz2", ".GZ"])
 @pytest.mark.parametrize("name", ["in.jsonl", "in.csv", "in.tar", "in.txt"])
 def test_compressions(tmp_path, name, suffix):
     WRITERS.get(name, lambda path, texts: path.write_text(texts[0]))(tmp_path / name, TEXTS)
@@ -111,14 +115,16 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, name):
 
 def test_several_frames_in_a_file(tmp_path):
     lines = [json.dumps({"text": t}).encode() + b"\n" for t in TEXTS]
-    for suffix in (".gz", ".xz", ".zst"):
+    for suffix in (".gz", ".xz", ".zst", ".bz2"):
         path = tmp_path / f"in.jsonl{suffix}"
         path.write_bytes(b"".join(COMPRESSORS[suffix](line) for line in lines))
         store = tokens_of(path, tmp_path / f"out{suffix}")
         assert np.array_equal(store.tokens(0, store.num_tokens), stream(TEXTS))
 
 
-@pytest.mark.parametrize("name", [*WRITERS, "in.jsonl.gz", "in.csv.xz", "in.tar.zst", "in.txt", "lines.txt"])
+@pytest.mark.parametrize(
+    "name", [*WRITERS, "in.jsonl.gz", "in.csv.xz", "in.tar.zst", "in.jsonl.bz2", "in.txt", "lines.txt"]
+)
 def test_reading_goes_on_from_every_block(tmp_path, name, monkeypatch):
     """The documents after a block's end are those that a fresh reader finds from there."""
     monkeypatch.setattr(formats, "BLOCK_BYTES", 150)
@@ -201,6 +207,37 @@ def test_folders_patterns_and_lists(tmp_path):
     assert names(str(tmp_path / "**" / "*.txt")) == ["a.txt", "b/1.txt", "b/2.txt"]
     assert names([tmp_path / "b", tmp_path / "a.txt"]) == ["b/1.txt", "b/2.txt", "a.txt"]
     assert names(f"file://{tmp_path}/a.txt") == ["a.txt"]
+
+
+def test_links_are_followed(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "1.txt").write_text("1")
+    (tmp_path / "2.txt").write_text("2")
+    (tmp_path / "in" / "folder").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "file.txt").symlink_to(tmp_path / "2.txt")
+    found = [file.name.removeprefix(f"{tmp_path}/") for file in find_files(tmp_path / "in")]
+    assert found == ["in/file.txt", "in/folder/1.txt"]
+
+
+@pytest.mark.parametrize("again", ["in/1.txt", "in/../in", "in/*", "link.txt", "round/**/*.txt", "round"])
+def test_a_text_is_named_once(tmp_path, again):
+    for folder in ("in", "round"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "1.txt").write_text("1")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "in" / "1.txt")
+    (tmp_path / "round" / "back").symlink_to(tmp_path / "round")
+    with pytest.raises(UserError) as raised:
+        find_files([tmp_path / "in", tmp_path / again])
+    assert raised.value.rule == "A text must be named once." and "which is the same" in raised.value.seen
+
+
+def test_a_link_that_leads_nowhere(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "none")
+    for inputs in (tmp_path, tmp_path / "*.txt"):
+        with pytest.raises(FileNotFoundError, match=r"b\.txt"):
+            find_files(inputs)
 
 
 @pytest.mark.parametrize("path", ["none.txt", "*.none", "empty"])
@@ -301,9 +338,10 @@ def test_an_empty_corpus(tmp_path, content):
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("in.jsonl.gz", "A compressed file must be complete."),
-        ("in.jsonl.xz", "A compressed file must be complete."),
-        ("in.jsonl.zst", "A compressed file must be complete."),
+        ("in.jsonl.gz", "A compressed file must be complete, and of the kind that its name says."),
+        ("in.jsonl.xz", "A compressed file must be complete, and of the kind that its name says."),
+        ("in.jsonl.bz2", "A compressed file must be complete, and of the kind that its name says."),
+        ("in.jsonl.zst", "A compressed file must be complete, and of the kind that its name says."),
         ("in.parquet", "A Parquet or Arrow file must be complete."),
         ("in.arrow", "A Parquet or Arrow file must be complete."),
         ("in.tar", "A .tar file must be a complete tar archive."),
@@ -398,3 +436,23 @@ def test_wrong_options(options, rule):
     with pytest.raises(UserError) as raised:
         FileSource(files=(), **options)
     assert raised.value.rule == rule
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "o"])
+def test_a_text_that_would_end_in_its_middle(tmp_path, end):
+    """The token that ends documents is an ordinary one, or one that the tokenizer finds in a text, special or not."""
+    from tokenizers import Tokenizer as Inner
+
+    inner = Inner.from_str(byte_tokenizer().json)
+    inner.add_tokens(["<|end|>"])
+    options = {"use_bytes": False, "tokenizer": Tokenizer(inner.to_str(), end_of_document=end)}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", f"b{end}c", "d")))
+    (tmp_path / "in.txt").write_text(f"a{end}")
+    seen = f"its text is encoded with {end!r}, which ends documents"
+    for name, line in (("in.jsonl", 2), ("in.txt", 1)):
+        with pytest.raises(UserError) as raised:
+            tokens_of(tmp_path / name, tmp_path / f"no-{name}", **options)
+        assert raised.value.seen == seen and raised.value.where == f"{tmp_path / name}, line {line}"
+    store = tokens_of(tmp_path / "in.jsonl", tmp_path / "out", on_error="skip", **options)
+    assert [store.tokenizer().decode(store.document(i)) for i in range(2)] == [f"a{end}", f"d{end}"]
+    assert store.about["skipped_examples"] == [f"{tmp_path / 'in.jsonl'}, line 2: {seen}"] and store.text_bytes == 2

@@ -8,7 +8,7 @@ import pytest
 import zarr
 
 from tests.data.corpora import END, make_store, random_texts, stream
-from trellis.data import Batches, check_vocabulary, open_store
+from trellis.data import Batches, check_vocabulary, open_store, tokenize
 from trellis.data.store.bin_files import BinStore
 from trellis.data.store.opening import convert
 from trellis.errors import UserError
@@ -105,6 +105,25 @@ def test_nanogpt_as_it_comes(tmp_path):
     np.array([60000], np.uint16).tofile(tmp_path / "other.bin")
     with pytest.raises(UserError, match="Every id in a .bin file must be in its vocabulary"):
         open_store(tmp_path / "other.bin").tokens(0, 1)
+
+
+def test_bins_of_other_kinds(tmp_path):
+    """Nothing in them says what they hold; what no text begins with is refused."""
+    path, tokens = tmp_path / "x.bin", np.arange(1, 200)
+    for contents, seen in (
+        (
+            struct.pack("<256i", 20240520, 1, *[0] * 254) + tokens.astype("<u2").tobytes(),
+            "the header that llm.c writes",
+        ),
+        (tokens.astype("<u4").tobytes(), "every second uint16 is 0, as in numbers of 32 bits"),
+        (tokens.astype("u1").tobytes(), "199 bytes for uint16"),
+    ):
+        path.write_bytes(contents)
+        with pytest.raises(UserError) as raised:
+            open_store(path)
+        assert raised.value.seen.startswith(seen) and raised.value.where == str(path)
+    path.write_bytes(tokens.astype("<u4").tobytes())
+    assert np.array_equal(BinStore(str(path), dtype="uint32").tokens(0, 199), tokens)
 
 
 def test_megatron(store, tmp_path):
@@ -235,6 +254,26 @@ def test_conversions_that_cannot_be(store, tmp_path):
     assert raised.value.fix == f"write to {tmp_path / 'x'}.bin"
     with pytest.raises(UserError, match="The split of a flat-tokens dataset must be train or validation"):
         convert(store, str(tmp_path / "x"), to="seqax", split="test")
+
+
+@pytest.mark.parametrize(("to", "at"), [("nanogpt", "x.bin"), ("megatron", "x.bin"), ("megatron", "x.idx"),
+                                       ("seqax", "zarr.json"), ("levanter", "zarr.json")])  # fmt: skip
+def test_conversions_write_over_nothing(store, tmp_path, to, at):
+    (tmp_path / at).write_text('{"attributes": {"trellis": {}}}')
+    out = tmp_path if at == "zarr.json" else tmp_path / "x.bin"
+    with pytest.raises(UserError, match="A converted store must be written to a place of its own"):
+        convert(store, str(out), to=to)
+    assert (tmp_path / at).read_text() == '{"attributes": {"trellis": {}}}'
+
+
+@pytest.mark.parametrize("to", ["seqax", "nanogpt", "megatron", "levanter"])
+def test_a_store_of_conversations_is_not_converted(tmp_path, to):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": talk}))
+    chat = tokenize(tmp_path / "in.jsonl", tmp_path / "chat", chat=True, use_bytes=True, workers=0)
+    with pytest.raises(UserError, match="Only a store whose tokens all count in the loss can be converted"):
+        convert(chat, str(tmp_path / "x.bin"), to=to)
+    assert not (tmp_path / "x.bin").exists()
 
 
 def test_files_that_are_not_there(tmp_path):

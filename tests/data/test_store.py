@@ -8,7 +8,16 @@ import pytest
 import zarr
 
 from tests.data.corpora import SecondReader, make_store, random_texts, stream, tree
-from trellis.data import byte_tokenizer, check_tokenizer, check_vocabulary, open_store, train_bpe
+from trellis.data import (
+    Tokenizer,
+    byte_tokenizer,
+    check_tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    open_store,
+    tokenize,
+    train_bpe,
+)
 from trellis.data.store.damage import find_damage
 from trellis.data.store.store import smallest_dtype
 from trellis.data.store.zarray import crc32c
@@ -227,3 +236,41 @@ def test_the_files_of_a_store(store, tmp_path):
         "files", "offsets", "sources.json", "tokenizer.json", "tokens", "zarr.json",
     ]  # fmt: skip
     assert store.sources()[0]["name"] == str(tmp_path / "store.jsonl")
+
+
+def test_byte_level_vocabularies_without_merges_keep_their_ids(tmp_path):
+    """Only the one that has every byte as its id is encoded without the tokenizer."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    inner.train_from_iterator([], trainers.BpeTrainer(vocab_size=257, special_tokens=["<|endoftext|>"], **options))
+    more = tokenizers.Tokenizer.from_str(byte_tokenizer().json)
+    more.add_tokens(["all"])
+    (tmp_path / "in.txt").write_text("hé, all")
+    for name, one in (("sorted", inner), ("more", more)):
+        store = tokenize(tmp_path / "in.txt", tmp_path / name, tokenizer=Tokenizer(one.to_str()), workers=0)
+        assert store.document(0)[:-1].tolist() == one.encode("hé, all").ids
+        assert store.tokenizer().decode(store.document(0)[:-1]) == "hé, all"
+
+
+@pytest.mark.parametrize("contents", ["{", "[]", '{"eos_token": ["</s>"]}', '{"eos_token": {}}'])
+def test_a_broken_configuration_of_a_tokenizer(tmp_path, contents):
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().json)
+    (tmp_path / "tokenizer_config.json").write_text(contents)
+    with pytest.raises(UserError) as raised:
+        load_tokenizer(str(tmp_path))
+    assert raised.value.rule == "A tokenizer_config.json must be a JSON object whose eos_token is a text or has one."
+    assert raised.value.where == str(tmp_path / "tokenizer_config.json")
+    assert load_tokenizer(str(tmp_path), end_of_document="<|endoftext|>").end_of_document == 256
+
+
+def test_a_tokenizer_that_encodes_by_chance():
+    about = json.loads(byte_tokenizer().json)
+    about["model"]["dropout"] = 0.25
+    with pytest.raises(UserError) as raised:
+        Tokenizer(json.dumps(about))
+    assert raised.value.rule == "A tokenizer must encode a text alike every time."
+    assert raised.value.seen == "a model with dropout 0.25"

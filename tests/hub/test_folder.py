@@ -264,9 +264,14 @@ def test_refused_folders(good, tmp_path):
     index.write_text(json.dumps({"weight_map": dict.fromkeys(arrays, weights.name)}))
     save_file({k: v for k, v in arrays.items() if k != "lm_head.weight"}, weights)
     refused("A file of weights must have the tensors that the index lists.\n  seen:  no lm_head.weight")
-    index.write_text("{}")
-    refused("An index of weight files must have a weight_map.")
+    for contents in ("{}", '{"weight_map": []}'):
+        index.write_text(contents)
+        refused("An index of weight files must have a weight_map.")
+    index.write_text("[]")
+    refused("The folder's .json files must be valid JSON, an object each.\n  seen:  []")
     save_file(arrays, weights)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(arrays, "model-00001-of-00001.safetensors")}))
+    refused("A Hugging Face folder must have one set of weights.")
     index.unlink()
     data = weights.read_bytes()
     weights.write_bytes(data[:-10])
@@ -275,8 +280,9 @@ def test_refused_folders(good, tmp_path):
     refused("A weight file must be in the safetensors format.")
     weights.unlink()
     refused("Weights must be in safetensors: pickles are never read.")
-    (good / "config.json").write_text("{")
-    refused("The folder's .json files must be valid JSON.")
+    for contents in ("{", "[]", "null"):
+        (good / "config.json").write_text(contents)
+        refused("The folder's .json files must be valid JSON, an object each.")
 
 
 def test_tensors_that_no_parameter_takes(good):

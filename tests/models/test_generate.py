@@ -129,7 +129,7 @@ class Letters:
 
     end_of_document = 0
 
-    def encode(self, text):
+    def encode_markup(self, text):
         return [ord(c) - 65 for c in text]
 
     def decode(self, ids):
@@ -151,7 +151,7 @@ def test_texts():
 class Words(Letters):
     """Letters of which N to Z are A to M with a space before them, as in a byte-level BPE."""
 
-    def encode(self, text):
+    def encode_markup(self, text):
         return [ord(c[-1]) - 65 + 13 * (len(c) > 1) for c in re.findall(r" ?[A-M]| ", text)]
 
     def decode(self, ids):
@@ -215,3 +215,6 @@ def test_refused_prompts():
         generate(model, PROMPTS, new_tokens=58, sampling=GREEDY, key=jax.random.key(0))
     with pytest.raises(UserError, match=r"fix:   give a prompt of 63 tokens or fewer"):
         generate(model, [[1] * 64], new_tokens=1, sampling=GREEDY, key=jax.random.key(0))
+    for token in (VOCAB, -1):
+        with pytest.raises(UserError, match=rf"vocabulary\.\n  seen:  token {token}, vocab={VOCAB}"):
+            generate(model_of("llama3"), [[0, token]], new_tokens=1, sampling=GREEDY, key=jax.random.key(0))

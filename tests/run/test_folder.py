@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from trellis.data import FileSource, find_files, tokenize
+from trellis.data import FileSource, Tokenizer, find_files, open_store, tokenize
+from trellis.data.store.opening import convert
 from trellis.errors import UserError
 from trellis.optim import AdamW
 from trellis.recipes import tiny
@@ -194,6 +195,16 @@ def test_a_store_with_more_tokens_than_the_model_is_refused(stores):
         open_corpus(run_on(StoreSource(path=str(stores / "a")), vocab=200))
 
 
+def test_a_tokenizer_whose_documents_end_with_a_token_that_the_model_has_not_is_refused(stores, tmp_path):
+    """Of a store without a tokenizer and without ends of documents, so that no other check finds it."""
+    convert(open_store(stores / "a"), str(tmp_path / "flat"), to="seqax")
+    named = str(stores / "a" / "tokenizer.json")
+    run = run_on(StoreSource(path=str(tmp_path / "flat" / "train")), vocab=256, tokenizer=named)
+    with pytest.raises(UserError, match="The model's vocabulary must include the token that ends a document") as error:
+        open_corpus(run)
+    assert error.value.seen == "<|endoftext|>, token 256, vocab=256" and "--model.vocab 257" in error.value.fix
+
+
 @pytest.mark.slow
 def test_stores_of_another_tokenizer_are_refused(stores, tmp_path):
     """Beside the training store's own, and beside the tokenizer that a run names."""
@@ -212,6 +223,13 @@ def test_stores_of_another_tokenizer_are_refused(stores, tmp_path):
         assert error.value.fix == "tokenize the corpus with the model's tokenizer"
     found = open_corpus(run_on(StoreSource(path=theirs), vocab=300, tokenizer=named)).tokenizer
     assert found.sha256 == other.tokenizer().sha256
+    ends = Tokenizer(other.tokenizer().json, end_of_document="to")  # the same tokens, of which another ends documents
+    (tmp_path / "dots.txt").write_text(". . . ." * 400)
+    tokenize(tmp_path / "dots.txt", tmp_path / "dots", tokenizer=ends, workers=0)
+    found = open_corpus(run_on(StoreSource(path=str(tmp_path / "dots")), vocab=300, tokenizer=named)).tokenizer
+    assert found.end_of_document_text == "to"
+    with pytest.raises(UserError, match="A run's data and its model must use the same tokenizer"):
+        open_corpus(run_on(StoreSource(path=theirs, validation=str(tmp_path / "dots")), vocab=300, tokenizer=named))
 
 
 @pytest.mark.parametrize("text", ["", "steps: [", "steps: 3\n", "\0", "- a\n"])

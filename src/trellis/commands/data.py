@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     convert = actions.add_parser(
         "convert",
         help="write a store in another project's format",
-        description="Write a store in another project's format, or import one.",
+        description="Write a store in another project's format.",
     )
     convert.add_argument("store", metavar="STORE")
     convert.add_argument("out", metavar="OUT")

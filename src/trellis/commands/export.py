@@ -1,6 +1,7 @@
 """`trellis export`."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,9 +49,8 @@ def execute(args: argparse.Namespace) -> int:
     tokenizer = tokenizer_of(run)
     if tokenizer is None:
         print("no tokenizer: the run's data has none")
-    end = None if tokenizer is None else tokenizer.end_of_document
     step, read = checkpoint_reader(folder, run, assembled.abstract, step=at)
-    more = {"bos_token_id": end, "eos_token_id": end}
+    more = _ends(None if chosen is None else Path(chosen), None if tokenizer is None else tokenizer.end_of_document)
     model = assembled.abstract.model
     files = write_folder(
         to, FAMILIES[run.model.family], run.model, model, read, dtype=args.dtype, positions=positions, more=more
@@ -59,10 +59,26 @@ def execute(args: argparse.Namespace) -> int:
         files += copy_tokenizer(Path(chosen), to)
     elif tokenizer is not None:
         files += write_tokenizer(tokenizer.json, tokenizer.end_of_document_text, to, positions=positions)
+        if tokenizer.around:
+            names = " and ".join(tokenizer.around)
+            print(f"trained without the {names} that `transformers` puts around a text: use add_special_tokens=False")
     print(f"step {step} of {folder}")
     for file in files:
         print(f"  {file.stat().st_size:>14,}  {file}")
     return 0
+
+
+def _ends(chosen: Path | None, end: int | None) -> dict:
+    """The tokens at which a text begins and ends: those of an imported model, or what ends a document."""
+    file = None if chosen is None else chosen / "generation_config.json"
+    try:
+        theirs = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+        if not isinstance(theirs, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        rule, fix = "A generation_config.json must be a JSON object.", "download it again, or remove it"
+        raise UserError(rule, seen=error, where=str(file), fix=fix) from None
+    return {name: theirs.get(name, end) for name in ("bos_token_id", "eos_token_id")}
 
 
 def _positions(run: "Run", asked: int | None) -> int:

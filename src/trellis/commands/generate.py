@@ -11,7 +11,12 @@ from trellis.files import check_utf8
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis generate`."""
     parser.add_argument("folder", metavar="RUN", help="the run's folder")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="the beginning of the text")
+    parser.add_argument(
+        "--prompt",
+        default="",
+        metavar="TEXT",
+        help="the beginning of the text; special tokens written out are those tokens",
+    )
     parser.add_argument("--tokens", type=whole(), default=200, metavar="N", help="the most new tokens (default: 200)")
     parser.add_argument("--samples", type=whole(), default=1, metavar="N", help="the number of texts (default: 1)")
     parser.add_argument(

@@ -14,7 +14,7 @@ import pathlib
 import pkgutil
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trellis.commands.command import Command
 from trellis.errors import TrellisError, UserError, did_you_mean
@@ -114,7 +114,7 @@ def _run(name: str, arguments: list[str]) -> int:
         fix = did_you_mean(name, known)
         raise UserError("`trellis` needs the name of a command.", seen=f"`{name}`", where="trellis", fix=fix)
     command = known[name]
-    parser = _Parser(prog=f"trellis {name}", description=command.about, allow_abbrev=False)
+    parser = _Parser(prog=f"trellis {name}", description=command.about)
     if command.recipe is not None:
         parser.add_argument("recipe", metavar="RECIPE", nargs="?", default=command.recipe, help=_RECIPE)
     if "jax" in sys.modules:
@@ -130,12 +130,11 @@ def _run(name: str, arguments: list[str]) -> int:
             return 0
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        known_options = [option[2:] for option in parser.options() if option.startswith("--")]
+        used = parser.used(args)
+        known_options = [option[2:] for option in used.options() if option.startswith("--")]
         fix = did_you_mean(unknown[0][2:], known_options, shown="--{}")
-        fix = fix if unknown[0].startswith("--") else f"leave it out, or see `{parser.prog} --help`"
-        raise UserError(
-            f"`trellis {name}` has no such argument or option.", seen=unknown[0], where=parser.prog, fix=fix
-        )
+        fix = fix if unknown[0].startswith("--") else f"leave it out, or see `{used.prog} --help`"
+        raise UserError(f"`{used.prog}` has no such argument or option.", seen=unknown[0], where=used.prog, fix=fix)
     if command.recipe is not None:
         _refuse_other_names(parser, overrides)
         loaded = _load(args.recipe, overrides, parser.prog)
@@ -152,7 +151,10 @@ _RECIPE = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors in four parts, raised instead of printed; subparsers too."""
+    """Errors in four parts, raised instead of printed, and options by their whole names; subparsers too."""
+
+    def __init__(self, **how: Any):
+        super().__init__(allow_abbrev=False, **how)
 
     def error(self, message: str) -> NoReturn:
         rule = "The arguments and options of a command must be complete and valid."
@@ -161,6 +163,11 @@ class _Parser(argparse.ArgumentParser):
     def options(self) -> dict[str, argparse.Action]:
         """Every declared option, by its spelling."""
         return self._option_string_actions
+
+    def used(self, args: argparse.Namespace) -> "_Parser":
+        """The parser of the action that was named, or this one if it has no actions."""
+        actions = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
+        return next((a.choices[getattr(args, a.dest)] for a in actions), self)
 
 
 def _split_overrides(parser: _Parser, arguments: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -66,13 +66,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis tokenize`."""
+    from trellis.data.tokenizing.sources import changed_since
     from trellis.data.tokenizing.tokenize import TRAIN_BYTES, tokenize
 
     check_utf8(args.end_of_document or "", "A token must be valid UTF-8.", "--end-of-document")
     if args.train_bytes is not None and args.train_bpe is None:
         raise _unheeded("train-bytes", args.train_bytes, "an existing tokenizer", "use --train-bpe N")
+    source = _source(args)
     store = tokenize(
-        _source(args),
+        source,
         args.out,
         tokenizer=args.tokenizer,
         train_bpe=args.train_bpe,
@@ -96,6 +98,9 @@ def execute(args: argparse.Namespace) -> int:
         print(f"left out: {about['filtered']:,} by the filter, {about['skipped']:,} that could not be read")
     for example in about["skipped_examples"]:
         print(f"  {example}", file=sys.stderr)
+    if changed := changed_since(source.files, args.out):
+        more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
+        print(f"written to after the store was finished: {changed[0]}{more}; --restart reads again", file=sys.stderr)
     return 0
 
 

@@ -40,6 +40,13 @@ class Tokenizer:
                 where=where,
                 fix="use a tokenizer.json, or a folder that contains one",
             ) from error
+        if dropout := getattr(self._inner.model, "dropout", None):
+            raise UserError(
+                "A tokenizer must encode a text alike every time.",
+                seen=f"a model with dropout {dropout:g}",
+                where=where,
+                fix='set "dropout": null in the model of the tokenizer.json',
+            )
         self._inner.no_truncation()
         self._inner.no_padding()
         self._inner.encode_special_tokens = True
@@ -74,6 +81,12 @@ class Tokenizer:
         with self._encoding():
             return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
 
+    @property
+    def around(self) -> list[str]:
+        """The special tokens that `transformers` puts around a text unless told not to; they are never put here."""
+        found = self._inner.encode("", add_special_tokens=True)
+        return [token for token, special in zip(found.tokens, found.special_tokens_mask, strict=True) if special]
+
     def encode_markup(self, text: str) -> np.ndarray:
         """The ids of one text in which special tokens that are written out are recognized: `i64["tokens"]`."""
         with self._encoding():
@@ -83,7 +96,10 @@ class Tokenizer:
     def _markup(self):
         import tokenizers
 
-        return tokenizers.Tokenizer.from_str(self.json)
+        found = tokenizers.Tokenizer.from_str(self.json)
+        found.no_truncation()
+        found.no_padding()
+        return found
 
     def encode_batch(self, texts: list[str], dtype=np.uint32) -> list[np.ndarray]:
         """The ids of many texts, without special tokens."""
@@ -111,6 +127,14 @@ class Tokenizer:
     def decode(self, ids, *, special: bool = True) -> str:
         """The text of some ids; special tokens are written out unless `special` is False."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+    @functools.cached_property
+    def counts_bytes(self) -> bool:
+        """Whether tokens' own lengths add up to their text's, as `token_bytes` has them: not where a tokenizer drops
+        spaces, as WordPiece does, or marks the parts of a word."""
+        model = json.loads(self.json)["model"]
+        marks = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+        return model.get("type") not in ("WordPiece", "WordLevel") and not marks
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
@@ -143,9 +167,7 @@ def load_tokenizer(path: str, *, end_of_document: str | None = None) -> Tokenize
     if os.path.isdir(path):
         config = os.path.join(path, "tokenizer_config.json")
         if end_of_document is None and os.path.exists(config):
-            with open(config, encoding="utf-8") as file:
-                eos = json.load(file).get("eos_token")
-            end_of_document = eos.get("content") if isinstance(eos, dict) else eos
+            end_of_document = _end_in(config)
         path = os.path.join(path, "tokenizer.json")
     elif not os.path.exists(path) and "/" in path and not path.endswith(".json") and "://" not in path:
         path = _from_hub(path)
@@ -160,6 +182,27 @@ def load_tokenizer(path: str, *, end_of_document: str | None = None) -> Tokenize
             fix="use a tokenizer.json, or a folder that contains one",
         ) from error
     return Tokenizer(serialized, end_of_document=end_of_document, where=where)
+
+
+def _end_in(config):
+    """The end-of-document token that a tokenizer_config.json names, or None."""
+    with open(config, encoding="utf-8") as file:
+        text = file.read()
+    try:
+        eos = json.loads(text).get("eos_token")
+        eos = eos["content"] if isinstance(eos, dict) else eos
+    except (ValueError, AttributeError, KeyError) as error:
+        eos, wrong = None, str(error)
+    else:
+        wrong = None if eos is None or isinstance(eos, str) else f"eos_token: {eos!r}"
+    if wrong:
+        raise UserError(
+            "A tokenizer_config.json must be a JSON object whose eos_token is a text or has one.",
+            seen=wrong,
+            where=config,
+            fix="download it again, or name the token with --end-of-document",
+        )
+    return eos
 
 
 def _from_hub(name):
@@ -281,5 +324,14 @@ def _byte_characters():
 
 
 def _is_bytes(serialized):
-    model = json.loads(serialized)
-    return model["model"].get("merges") == [] and len(model["model"]["vocab"]) == 257 and not model["normalizer"]
+    """Whether a serialized tokenizer gives every byte as its id, as `byte_tokenizer` does, and nothing else."""
+    found = json.loads(serialized)
+    model, pieces = found["model"], found.get("pre_tokenizer") or {}
+    return (
+        model["vocab"] == _byte_characters() | {END_OF_DOCUMENT: 256}
+        and not model.get("merges")
+        and not found.get("normalizer")
+        and pieces.get("type") == "ByteLevel"
+        and not pieces.get("add_prefix_space")
+        and all(token["special"] for token in found.get("added_tokens") or ())
+    )

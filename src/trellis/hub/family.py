@@ -8,6 +8,9 @@ from typing import Any
 from trellis.errors import UserError
 from trellis.hub.keys import Key
 
+# What every model here does, and `transformers` may be told not to do.
+_ALWAYS: Mapping[str, Any] = {"is_causal": True}
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -21,6 +24,7 @@ class Family:
         to_hub: the fields of `config.json`, from a configuration and the longest sequence.
         from_hub: our fields, from those of `config.json`.
         fixed: fields of `config.json` that must have these values, since our model has no others.
+        defaults: what `transformers` takes for fields that `config.json` leaves out, if `from_hub` takes another value.
         zeros: tensors that a folder always has; zeros if our model has no such parameter.
         elsewhere: for folders that hold a tensor elsewhere: from its key to another key, and what to take there.
     """
@@ -32,6 +36,7 @@ class Family:
     to_hub: Callable[[Any, int], dict]
     from_hub: Callable[[Mapping], dict]
     fixed: Mapping[str, Any]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     zeros: Sequence[Key] = ()
     elsewhere: Callable[[str], tuple[str, Callable]] | None = None
 
@@ -66,15 +71,16 @@ class Family:
             UserError: something about this model is not known here, or a field is absent or of another type.
         """
         if (quantized := hub.get("quantization_config")) is not None:
+            method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
             raise UserError(
                 "Imported weights must be stored in bfloat16, float16 or float32.",
-                seen=f"quantization_config: {quantized.get('quant_method')}",
+                seen=f"quantization_config: {method}",
                 where=where,
                 fix="use a folder of the same model in bfloat16, or write one: "
                 "AutoModelForCausalLM.from_pretrained(..., quantization_config=...).save_pretrained(...), "
                 "with Mxfp4Config(dequantize=True), or what transformers has for this method",
             )
-        for field, value in self.fixed.items():
+        for field, value in {**_ALWAYS, **self.fixed}.items():
             if hub.get(field, value) != value:
                 raise UserError(
                     f"A {self.model_type} must have {field} {value} here.",
@@ -85,7 +91,7 @@ class Family:
         fix = "use the folder's config.json as `save_pretrained` writes it"
         rule = f"The configuration of a {self.model_type} must have values of the types that transformers writes."
         try:
-            fields = self.from_hub(hub)
+            fields = self.from_hub({**self.defaults, **hub})
         except KeyError as error:
             complete = f"The configuration of a {self.model_type} must be complete."
             raise UserError(complete, seen=f"no {error.args[0]}", where=where, fix=fix) from None

@@ -32,6 +32,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
+    "generation_config.json",  # the tokens at which a text begins and ends
 )
 # By these a folder holds something else: an export would overwrite it, or be removed with it.
 _OF_RUNS = ("run.yaml", "checkpoints", "manifest.json")
@@ -213,10 +214,18 @@ class Folder:
 
     def _weight_map(self) -> dict[str, str]:
         if (self.path / INDEX).is_file():
-            if isinstance(found := _json(self.path / INDEX).get("weight_map"), dict):
-                return found
-            rule, fix = "An index of weight files must have a weight_map.", "download or export it again"
-            raise UserError(rule, seen="none", where=str(self.path / INDEX), fix=fix)
+            found = _json(self.path / INDEX).get("weight_map")
+            if not isinstance(found, dict):
+                rule, fix = "An index of weight files must have a weight_map.", "download or export it again"
+                raise UserError(rule, seen="none", where=str(self.path / INDEX), fix=fix)
+            if (self.path / WEIGHTS).is_file() and WEIGHTS not in found.values():
+                raise UserError(
+                    "A Hugging Face folder must have one set of weights.",
+                    seen=f"{WEIGHTS}, and {INDEX} of other files",
+                    where=str(self.path),
+                    fix="remove the set that is not meant",
+                )
+            return found
         if not (self.path / WEIGHTS).is_file():
             raise UserError(
                 "Weights must be in safetensors: pickles are never read.",
@@ -378,12 +387,17 @@ def _slices(names: tuple[str, ...], shape: tuple[int, ...], index: tuple) -> dic
 
 def _json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found, wrong = json.loads(path.read_text(encoding="utf-8")), None
     except ValueError as error:
-        fix = "download or export it again"
+        found, wrong = None, str(error)
+    if not isinstance(found, dict):
         raise UserError(
-            "The folder's .json files must be valid JSON.", seen=str(error), where=str(path), fix=fix
-        ) from None
+            "The folder's .json files must be valid JSON, an object each.",
+            seen=wrong or f"{found!r:.40}",
+            where=str(path),
+            fix="download or export it again",
+        )
+    return found
 
 
 def _write(path: Path, contents: Mapping) -> Path:

@@ -71,19 +71,20 @@ def sample(
 
     Args:
         model: a model, in the type to compute in.
-        tokenizer: has `encode`, `decode` and `end_of_document`.
-        prompt: the text to continue; an empty one begins a document.
+        tokenizer: has `encode_markup`, `decode` and `end_of_document`.
+        prompt: the text to continue; an empty one begins a document. Special tokens that are written out in it, such as
+            the markers of a chat, are those tokens.
         new_tokens: how many tokens are made at most.
         sampling: how each is chosen.
         seed: of the choices.
         count: how many texts.
 
     Raises:
-        UserError: the prompt takes all positions that the model has.
+        UserError: the prompt takes all positions that the model has, or has tokens that the model does not have.
     """
     spaced = _spaced(tokenizer, model.config.vocab) if prompt.endswith(" ") and prompt.strip() else None
     kept = prompt if spaced is None else prompt[:-1]
-    ids = [int(i) for i in tokenizer.encode(kept)] if prompt else [tokenizer.end_of_document]
+    ids = [int(i) for i in tokenizer.encode_markup(kept)] if prompt else [tokenizer.end_of_document]
     positions = model.config.positions
     if positions is not None and len(ids) < positions:
         new_tokens = min(new_tokens, positions - len(ids))
@@ -136,7 +137,8 @@ def generate(
         `new_tokens` tokens for each prompt.
 
     Raises:
-        UserError: the prompts are empty or of different lengths, or the model has too few positions.
+        UserError: the prompts are empty or of different lengths, have tokens that the model does not have, or leave too
+            few of its positions.
     """
     lengths = {len(p) for p in prompts}
     if len(lengths) != 1 or 0 in lengths:
@@ -146,7 +148,14 @@ def generate(
             where="generate",
             fix="continue them one at a time",
         )
-    (length,) = lengths
+    (length,), vocab = lengths, model.config.vocab
+    if unknown := next((token for prompt in prompts for token in prompt if not 0 <= token < vocab), None):
+        raise UserError(
+            "Every token of a prompt must be in the model's vocabulary.",
+            seen=f"token {unknown}, vocab={vocab}",
+            where="generate",
+            fix="the tokenizer has more tokens than the model: write a prompt without those, such as added markers",
+        )
     positions = model.config.positions
     if positions is not None and length + new_tokens > positions:
         raise UserError(

@@ -67,12 +67,22 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
     data = run.data
     source, held_out = _stores(run, progress)
     stores = list(source.stores.values()) if isinstance(source, Mixture) else [source]
-    tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer is not None else _tokenizer_of(stores[0])
+    tokenizer = _tokenizer_of(stores[0])
+    if data.tokenizer is not None and (named := load_tokenizer(data.tokenizer)).json != getattr(tokenizer, "json", ""):
+        tokenizer = named  # if it is the same, the store knows which of its tokens ends a document
     for store in [*stores, *held_out.values()]:
         if tokenizer is not None and _tokenizer_of(store) is not None:
             check_tokenizer(store, tokenizer)
         check_vocabulary(store, run.model.vocab)
         _check_counts(store)
+    end = None if tokenizer is None else tokenizer.end_of_document
+    if tokenizer is not None and end is not None and end >= run.model.vocab:
+        raise UserError(
+            "The model's vocabulary must include the token that ends a document.",
+            seen=f"{tokenizer.end_of_document_text}, token {end}, vocab={run.model.vocab}",
+            where="model.vocab",
+            fix=f"use --model.vocab {tokenizer.vocab_size} or more, or the tokenizer that the model was made for",
+        )
     how = {"packing": _PACKINGS[data.packing], "mask_documents": data.mask_documents}
     phases = run.phases()
     sizes = [(entry.step or phase.start, entry.size) for phase in phases for entry in phase.run.batch_sizes()]

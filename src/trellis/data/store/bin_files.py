@@ -12,6 +12,8 @@ from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
 GPT2_END, GPT2_VOCABULARY = 50256, 50257
+# The first number of llm.c's files of tokens of GPT-2 and of Llama 3.
+_LLM_C = tuple(struct.pack("<i", magic) for magic in (20240520, 20240801))
 SCAN_TOKENS = 1 << 24
 # Megatron-LM, megatron/core/datasets/indexed_dataset.py: the index's header, version and codes of types.
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
@@ -28,6 +30,26 @@ class BinStore(TokenStore):
         self.url, self._stream = url, _map(local_path(url), np.dtype(dtype).newbyteorder("<"))
         self.num_tokens, self.vocab_size = len(self._stream), vocab_size
         self.start_token = self.end_of_document = end_of_document
+        self._check_kind()
+
+    def _check_kind(self):
+        """Refuses what begins in a way that no text does: llm.c's header, or numbers of twice the width."""
+        begin = self._stream[:1024]
+        values = begin[: len(begin) // 2 * 2].reshape(-1, 2)
+        if begin.tobytes()[:4] in _LLM_C:
+            raise UserError(
+                "A .bin file must hold nothing but tokens, unless an .idx is beside it.",
+                seen="the header that llm.c writes, 1,024 bytes",
+                where=self.url,
+                fix="leave the header out, as `tail -c +1025 FILE` does",
+            )
+        if len(values) >= 32 and values[:, 0].any() and not values[:, 1].any():
+            raise UserError(
+                "A .bin file must hold numbers of the type that it is opened with.",
+                seen=f"every second {begin.dtype.name} is 0, as in numbers of {16 * begin.dtype.itemsize} bits",
+                where=self.url,
+                fix=f'open it with BinStore(path, dtype="uint{16 * begin.dtype.itemsize}", ...)',
+            )
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         values = self._stream[start:stop]
@@ -118,6 +140,13 @@ def _map(path, dtype):
         raise UserError(
             "A corpus must have at least one document.", seen="0 bytes", where=path, fix="give another file"
         )
+    if os.path.getsize(path) % dtype.itemsize:
+        raise UserError(
+            "A .bin file must hold whole numbers of its type.",
+            seen=f"{os.path.getsize(path):,} bytes for {dtype.name}",
+            where=path,
+            fix="copy it again, or open it with BinStore(path, dtype=..., ...)",
+        )
     return np.memmap(path, dtype, mode="r")
 
 
@@ -128,6 +157,9 @@ def write_bin(store: TokenStore, path: str, *, index: bool) -> None:
     """
     if not path.endswith(".bin"):
         raise UserError("The name of a .bin file must end in .bin.", seen=path, where="OUT", fix=f"write to {path}.bin")
+    if there := [name for name in (path, path[:-4] + ".idx") if os.path.exists(name)]:
+        rule, fix = "A converted store must be written to a place of its own.", "write to another file"
+        raise UserError(rule, seen="a file", where=there[0], fix=fix)
     wide = (np.int32, 4) if index else (np.uint32, None)
     dtype, code = (np.uint16, 8) if store.vocab_size <= 2**16 else wide
     with open(path + ".part", "wb") as file:

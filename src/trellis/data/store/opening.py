@@ -36,7 +36,7 @@ def _foreign(url: str) -> TokenStore | None:
         with_index = not is_remote(url) and os.path.exists(url[:-4] + ".idx")
         return MegatronStore(url) if with_index else BinStore(url)
     folder = open_folder(url)
-    if folder.exists("zarr.json") and b'"trellis"' in folder.read("zarr.json"):
+    if folder.exists("zarr.json") and _is_own(folder):
         return None
     if folder.exists("encoded_tokens/.zarray") or folder.exists("encoded_tokens/zarr.json"):
         return FlatTokens(url)
@@ -53,6 +53,10 @@ def _foreign(url: str) -> TokenStore | None:
     return None
 
 
+def _is_own(folder) -> bool:
+    return b'"trellis"' in folder.read("zarr.json")
+
+
 def convert(store: TokenStore, out: str, *, to: str, split: str = "train") -> None:
     """Writes a store in another project's format.
 
@@ -62,7 +66,24 @@ def convert(store: TokenStore, out: str, *, to: str, split: str = "train") -> No
             beside it).
         to: one of these formats.
         split: the group inside `out`, for seqax only.
+
+    Raises:
+        UserError: the store says which tokens count in the loss, which no other format does; or something is at `out`.
     """
+    if store.has_loss_mask:
+        raise UserError(
+            "Only a store whose tokens all count in the loss can be converted: other formats have no place for a mask.",
+            seen="a store of conversations",
+            where="STORE",
+            fix="train on it as it is, or convert a store that was tokenized without --chat",
+        )
+    if not out.endswith(".bin") and (folder := open_folder(out)).exists("zarr.json") and _is_own(folder):
+        raise UserError(
+            "A converted store must be written to a place of its own.",
+            seen="a token store of Trellis",
+            where=out,
+            fix="write to another folder",
+        )
     match to:
         case "seqax":
             write_flat_tokens(store, out, split=split)

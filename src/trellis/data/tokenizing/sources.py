@@ -129,10 +129,10 @@ class FileSource:
 def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> tuple[SourceFile, ...]:
     """The files of a path, a folder, a glob, or a list of those, local or remote, in sorted order within each.
 
-    Folders are searched to any depth; names that begin with a dot are left out.
+    Folders are searched to any depth, through links too; names that begin with a dot are left out.
 
     Raises:
-        UserError: nothing is found.
+        UserError: nothing is found, or the same file twice.
     """
     paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     found = [file for path in paths for file in (_remote(path) if is_remote(os.fspath(path)) else _local(path))]
@@ -143,21 +143,61 @@ def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> tuple[
             where=", ".join(os.fspath(path) for path in paths) or "no path given",
             fix="name files, folders or patterns that exist",
         )
+    first: dict[str, str] = {}
+    for file in found:
+        _check_once(first, file.name, file.url if is_remote(file.url) else os.path.realpath(file.url))
     return tuple(found)
+
+
+def _check_once(first: dict[str, str], name: str, place: str) -> None:
+    """Refuses a second name of a place: its text would be read as often as it is named. `first` has the others'."""
+    if place in first:
+        raise UserError(
+            "A text must be named once.",
+            seen=f"{first[place]}, and {name}, which is the same",
+            where="the files to tokenize",
+            fix="name it once, or remove the link; to read a text more often than others, train on a mixture",
+        )
+    first[place] = name
+
+
+def check_outside(files: Sequence[SourceFile], out: str | os.PathLike) -> None:
+    """Refuses files that lie in the store that is to be made of them.
+
+    Raises:
+        UserError: one does.
+    """
+    root = os.path.join(os.path.realpath(local_path(os.fspath(out))), "")
+    inside = [] if is_remote(os.fspath(out)) else [f for f in files if os.path.realpath(f.url).startswith(root)]
+    if inside:
+        raise UserError(
+            "The files to tokenize must lie outside of the store.",
+            seen=inside[0].name,
+            where=os.fspath(out),
+            fix="move the store to another place, and choose it with --out",
+        )
+
+
+def changed_since(files: Sequence[SourceFile], out: str | os.PathLike) -> list[str]:
+    """The names of local files that were written to after a finished local store.
+
+    A store's recipe has the sizes of its files, but no times, which another copy of the same files does not have.
+    """
+    if is_remote(os.fspath(out)):
+        return []
+    finished = os.stat(os.path.join(local_path(os.fspath(out)), "zarr.json")).st_mtime_ns
+    local = [file for file in files if file.stamp and not is_remote(file.url)]
+    return [file.name for file in local if int(file.stamp) > finished]
 
 
 def _local(path):
     path = local_path(os.fspath(path))
     if os.path.isdir(path):
-        names = []
-        for folder, folders, files in os.walk(path):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            names += [os.path.join(folder, name) for name in files if not name.startswith(".")]
-        names.sort()
+        names = sorted(_inside(path))
     elif os.path.exists(path):
         names = [path]
     else:
-        names = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
+        names = sorted(name for name in glob.glob(path, recursive=True) if not os.path.isdir(name))
     if not names:
         raise UserError(
             "Every input must exist.", seen="no such file, folder or pattern", where=path, fix="check the path"
@@ -165,6 +205,20 @@ def _local(path):
     for name in names:
         status = os.stat(name)
         yield SourceFile(name, name, status.st_size, str(status.st_mtime_ns))
+
+
+def _inside(path):
+    """The files of a folder. A folder that cannot be read is an error, and so is a link that leads back."""
+
+    def refuse(error):
+        raise error
+
+    names, first = [], {}
+    for folder, folders, files in os.walk(path, followlinks=True, onerror=refuse):
+        _check_once(first, folder, os.path.realpath(folder))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        names += [os.path.join(folder, name) for name in files if not name.startswith(".")]
+    return names
 
 
 def _remote(url):

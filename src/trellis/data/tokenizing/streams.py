@@ -6,20 +6,20 @@ import os
 from trellis.data.storage import filesystem, is_remote, local_path, with_retries
 from trellis.errors import UserError
 
-COMPRESSIONS = (".gz", ".tgz", ".zst", ".xz")
+COMPRESSIONS = (".gz", ".tgz", ".zst", ".xz", ".bz2")
 PART_BYTES = 8 << 20  # bytes of one request to a server
 
 
 def plain_name(name: str) -> str:
     """A file's name without a query and without a compression suffix.
 
-    >>> plain_name("c4/part-0.jsonl.zst"), plain_name("https://host/a.jsonl.gz?download=true")
-    ('c4/part-0.jsonl', 'https://host/a.jsonl')
+    >>> plain_name("c4/part-0.jsonl.zst"), plain_name("https://host/a.JSONL.GZ?download=true")
+    ('c4/part-0.jsonl', 'https://host/a.JSONL')
     """
     name = _without_query(name)
-    if name.endswith(".tgz"):
+    if name.lower().endswith(".tgz"):
         return name[:-4] + ".tar"
-    return name[: name.rindex(".")] if name.endswith(COMPRESSIONS) else name
+    return name[: name.rindex(".")] if name.lower().endswith(COMPRESSIONS) else name
 
 
 def _without_query(name):
@@ -128,7 +128,7 @@ class Stream:
                 where=url,
                 fix="check the path, the permissions and the credentials",
             ) from error
-        self._name = _without_query(url)
+        self._name = _without_query(url).lower()
         self.seekable = not self._name.endswith(COMPRESSIONS)
         self.file = self._decompressed()
 
@@ -137,6 +137,10 @@ class Stream:
             import gzip
 
             return gzip.GzipFile(fileobj=self._raw)
+        if self._name.endswith(".bz2"):
+            import bz2
+
+            return bz2.BZ2File(self._raw)
         if self._name.endswith(".xz"):
             import lzma
 
@@ -181,7 +185,7 @@ class Stream:
 
     def _broken(self, error):
         return UserError(
-            "A compressed file must be complete.",
+            "A compressed file must be complete, and of the kind that its name says.",
             seen=f"{type(error).__name__}: {error}",
             where=self._url,
             fix="download the file again, or leave it out",

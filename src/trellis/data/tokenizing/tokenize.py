@@ -16,10 +16,11 @@ from trellis.data.storage import open_folder
 from trellis.data.store.store import Store
 from trellis.data.store.writer import StoreWriter, writer_lock
 from trellis.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from trellis.data.tokenizing.chat import check_chat_tokenizer
 from trellis.data.tokenizing.hf_datasets import DatasetSource
 from trellis.data.tokenizing.pool import LocalPool
 from trellis.data.tokenizing.progress import TokenizingProgress
-from trellis.data.tokenizing.sources import FileSource, find_files
+from trellis.data.tokenizing.sources import FileSource, check_outside, find_files
 from trellis.data.tokenizing.worker import Encoder
 from trellis.errors import UserError
 
@@ -108,6 +109,7 @@ def tokenize(
         source = FileSource(files=find_files(source))
     if chat and isinstance(source, FileSource | DatasetSource) and source.field is None:
         source = dataclasses.replace(source, field="messages")
+    check_outside(source.files, out)
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = load_tokenizer(os.fspath(tokenizer), end_of_document=end_of_document)
     elif use_bytes:
@@ -141,6 +143,8 @@ def tokenize(
             tokenizer = writer.tokenizer
         elif tokenizer is None:
             tokenizer = _train(source, train_bpe, train_bytes, job, on_error, progress)
+        if chat:
+            check_chat_tokenizer(tokenizer)
         writer.describe(
             tokenizer,
             chunk_tokens=chunk_tokens,

@@ -28,7 +28,7 @@ class Encoder:
     def __call__(self, block: Block) -> Encoded:
         errors: list[tuple[int, str]] = []
         numbers, records = self._records(block, errors)
-        kept, filtered = [], 0
+        kept, kept_numbers, filtered = [], [], 0
         for number, record in zip(numbers, records, strict=True):
             if not self._wanted(record, block.name, number):
                 filtered += 1
@@ -38,7 +38,14 @@ class Encoder:
                 errors.append((number, problem))
             elif text:
                 kept.append(text)
+                kept_numbers.append(number)
         tokens, masks, text_bytes = self._encode(kept)
+        if self._ends(tokens):  # for a reader, the document would end there
+            ending = [bool(self._ends([one])) for one in tokens]
+            problem = f"its text is encoded with {self._tokenizer.end_of_document_text!r}, which ends documents"
+            errors += [(number, problem) for number, ends in zip(kept_numbers, ending, strict=True) if ends]
+            kept = [text for text, ends in zip(kept, ending, strict=True) if not ends]
+            tokens, masks, text_bytes = self._encode(kept)
         if block.closed:
             end = np.array([self._end], self._dtype)
             parts = [part for t in tokens for part in (t, end)]
@@ -140,6 +147,9 @@ class Encoder:
             except UnicodeEncodeError:
                 return None, "not UTF-8: half of a surrogate pair"
         return value, None
+
+    def _ends(self, tokens):
+        return np.count_nonzero(_join(tokens, self._dtype) == self._end)
 
     def _encode(self, kept):
         if not self._job.chat:

@@ -63,8 +63,10 @@ def _from_hub(hub: Mapping) -> dict:
             where="config.json",
             fix="use a model whose layers alternate",
         )
+    if not (hub.get("rope_parameters") or hub.get("rope_scaling")):  # versions of transformers differ in what they take
+        raise KeyError("rope_parameters")
     return {
-        **from_hub(hub),
+        **from_hub({**hub, "layer_types": None}),
         "window": hub["sliding_window"],
         "swiglu_limit": hub.get("swiglu_limit", 7.0),
         "experts": hub["num_local_experts"],
@@ -81,4 +83,5 @@ FAMILY = Family(
     to_hub=_to_hub,
     from_hub=_from_hub,
     fixed={"hidden_act": "silu", "attention_bias": True, "attention_dropout": 0.0, "swiglu_alpha": 1.702},
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 150_000.0},
 )

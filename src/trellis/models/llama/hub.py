@@ -72,8 +72,15 @@ def to_hub(config, positions: int) -> dict:
 
 
 def from_hub(hub: Mapping) -> dict:
-    heads = hub["num_attention_heads"]
-    rope = {**(hub.get("rope_scaling") or {}), **(hub.get("rope_parameters") or {})}
+    heads, rope = hub["num_attention_heads"], _rope(hub)
+    kinds = hub.get("layer_types") or ()
+    if other := sorted(set([kinds] if isinstance(kinds, str) else kinds) - {"full_attention"}):
+        raise UserError(
+            "Every layer must attend to all earlier positions here.",
+            seen=f"layer_types: {', '.join(other)}",
+            where="config.json",
+            fix="use a model whose layer_types are all full_attention",
+        )
     return {
         "vocab": hub["vocab_size"],
         "embed": hub["hidden_size"],
@@ -89,8 +96,28 @@ def from_hub(hub: Mapping) -> dict:
     }
 
 
+def _rope(hub: Mapping) -> dict:
+    """How positions are rotated. transformers 4 and 5 look in different places, which may not differ."""
+    older, newer = ({**(hub.get(place) or {})} for place in ("rope_scaling", "rope_parameters"))
+    for rope in (older, newer):
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            raise TypeError("rotary positions of several kinds")
+        if rope:
+            rope.setdefault("rope_type", rope.get("type", "default"))
+    if differing := [name for name, value in newer.items() if older.get(name, value) != value]:
+        name = differing[0]
+        raise UserError(
+            "A config.json that has both rope_scaling and rope_parameters must say the same in both.",
+            seen=f"{name}: {older[name]} in rope_scaling, {newer[name]} in rope_parameters",
+            where="config.json",
+            fix="remove the one that does not hold",
+        )
+    length = hub.get("original_max_position_embeddings") or hub.get("max_position_embeddings")
+    return ({"original_max_position_embeddings": length} if length else {}) | older | newer
+
+
 def _scaling(rope: Mapping) -> Scaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
     if kind == "linear":
@@ -113,20 +140,31 @@ def _scaling(rope: Mapping) -> Scaling | None:
 
 
 def _yarn(rope: Mapping) -> YarnScaling:
-    both = rope.get("mscale") and rope.get("mscale_all_dim")
+    part = rope.get("mscale_all_dim") or 0.0
+    both = part and rope.get("mscale")
     found = YarnScaling(
         factor=rope["factor"],
         beta_fast=rope.get("beta_fast") or 32.0,
         beta_slow=rope.get("beta_slow") or 1.0,
         original_context=rope["original_max_position_embeddings"],
         truncate=rope.get("truncate", True),
-        **({"mscale": rope["mscale"], "mscale_all_dim": rope["mscale_all_dim"]} if both else {}),
+        mscale=rope["mscale"] if both else 1.0,
+        mscale_all_dim=part,
     )
     given = rope.get("attention_factor")
-    if given is None or math.isclose(given, found.magnitude, rel_tol=1e-6):
+    if given is None:  # transformers divides by the part of the scores only if it finds both
+        given = found.magnitude if both else found.growth(1.0)
+    if math.isclose(given, found.magnitude, rel_tol=1e-6):
         return found
+    if found.factor <= 1.0:
+        raise UserError(
+            "YaRN with a factor of 1 must leave queries and keys as they are.",
+            seen=f"factor={found.factor}, attention_factor={given}",
+            where="config.json",
+            fix="use a model without attention_factor, or with a factor above 1",
+        )
     # A magnitude other than the default determines the growth with the log of the factor.
-    mscale = (given * found.growth(found.mscale_all_dim) - 1.0) / (found.growth(1.0) - 1.0)
+    mscale = (given * found.growth(part) - 1.0) / (found.growth(1.0) - 1.0)
     return dataclasses.replace(found, mscale=mscale)
 
 

@@ -87,5 +87,6 @@ FAMILY = Family(
     to_hub=_to_hub,
     from_hub=_from_hub,
     fixed={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     elsewhere=_fused,
 )

@@ -1,0 +1,124 @@
+"""`config.json` as others write it: fields left out, and fields that change what a model computes."""
+
+import warnings
+
+import pytest
+
+from tests.models.small import CONFIGS, POSITIONS
+from trellis.errors import UserError
+from trellis.models import FAMILIES, LinearScaling, YarnScaling
+
+# Configurations by what `transformers` calls their family.
+BY_TYPE = {FAMILIES[config.family].model_type: config for config in CONFIGS.values()}
+
+
+def contents(kind: str) -> dict:
+    return FAMILIES[kind].to_config_json(BY_TYPE[kind], positions=POSITIONS, dtype="float32")
+
+
+def read(kind: str, hub: dict):
+    return FAMILIES[kind].from_config_json(hub, "config.json")
+
+
+def refused(kind: str, hub: dict) -> UserError:
+    with pytest.raises(UserError) as raised:
+        read(kind, hub)
+    return raised.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BY_TYPE)
+def test_a_field_that_is_left_out(kind):
+    """It is taken as `transformers` takes it, or the folder is refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import AutoConfig
+
+        whole = contents(kind)
+        for field in (*whole, "both places of rotary positions"):
+            left = {name for name in whole if name.startswith("rope_")} if " " in field else {field}
+            if field in ("model_type", "num_key_value_heads", "head_dim"):  # the shapes of tensors show the last two
+                continue
+            hub = {name: value for name, value in whole.items() if name not in left}
+            try:
+                found = read(kind, hub)
+            except UserError as error:
+                assert "must be complete" in error.rule, (field, str(error))
+                continue
+            theirs = AutoConfig.for_model(**hub).to_dict() | {"architectures": None}
+            if rope := theirs.get("rope_parameters"):  # names that only older versions have
+                theirs |= {"rope_theta": rope["rope_theta"]}
+            assert found == read(kind, theirs), field
+
+
+@pytest.mark.parametrize("kind", BY_TYPE)
+def test_models_that_see_ahead(kind):
+    error = refused(kind, contents(kind) | {"is_causal": False})
+    assert error.rule == f"A {kind} must have is_causal True here." and error.seen == "is_causal: False"
+    assert read(kind, contents(kind) | {"is_causal": True}) == BY_TYPE[kind]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"])
+def test_layers_that_see_a_window(kind):
+    whole = contents(kind)
+    assert read(kind, whole | {"layer_types": ["full_attention"] * 2}) == BY_TYPE[kind]
+    for kinds in (["full_attention", "sliding_attention"], "sliding_attention"):
+        error = refused(kind, whole | {"layer_types": kinds})
+        assert error.rule == "Every layer must attend to all earlier positions here."
+        assert error.seen == "layer_types: sliding_attention"
+
+
+def test_rotary_positions_of_versions_4_and_5():
+    """Both may be there, as in folders that Trellis writes, if they agree."""
+    plain = {name: value for name, value in contents("qwen3").items() if not name.startswith("rope_")}
+    newer = plain | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+    linear = {"type": "linear", "factor": 2.0}
+    for hub in (
+        plain | {"rope_theta": 5000.0, "rope_scaling": linear},
+        plain | {"rope_theta": 5000.0, "rope_scaling": linear, "rope_parameters": linear},
+    ):
+        found = read("qwen3", hub)
+        assert found.rope_scaling == LinearScaling(factor=2.0) and found.rope_theta == 5000.0
+    assert read("qwen3", newer).rope_theta == 5000.0
+    error = refused("qwen3", newer | {"rope_scaling": linear})
+    assert error.rule == "A config.json that has both rope_scaling and rope_parameters must say the same in both."
+    assert error.seen == "rope_type: linear in rope_scaling, default in rope_parameters"
+    error = refused("qwen3", plain | {"rope_parameters": {"full_attention": newer["rope_parameters"]}})
+    assert error.seen == "rotary positions of several kinds"
+
+
+def test_the_length_before_scaling_is_the_models_if_no_other_is_named():
+    plain = {name: value for name, value in contents("llama").items() if not name.startswith("rope_")}
+    hub = plain | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    assert read("llama", hub).rope_scaling == YarnScaling(factor=4.0, original_context=POSITIONS)
+    hub |= {"original_max_position_embeddings": 16}
+    assert read("llama", hub).rope_scaling == YarnScaling(factor=4.0, original_context=16)
+
+
+@pytest.mark.parametrize(
+    ("more", "magnitude", "part"),
+    [
+        ({}, 1.1386, 0.0),
+        ({"mscale": 0.7}, 1.1386, 0.0),
+        ({"mscale": 0.7, "mscale_all_dim": 0.4}, 1.0394, 0.4),
+        ({"mscale_all_dim": 1.0}, 1.1386, 1.0),  # it scales scores by itself, and cosines only beside `mscale`
+        ({"mscale_all_dim": 1.0, "attention_factor": 1.2}, 1.2, 1.0),
+    ],
+)
+def test_how_scores_grow_by_yarn(more, magnitude, part):
+    plain = {name: value for name, value in contents("deepseek_v3").items() if not name.startswith("rope_sc")}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "original_max_position_embeddings": 16}
+    found = read("deepseek_v3", plain | {"rope_parameters": rope | more}).rope_scaling
+    assert found.magnitude == pytest.approx(magnitude, abs=1e-4) and found.mscale_all_dim == part
+    error = refused("deepseek_v3", plain | {"rope_parameters": rope | {"factor": 1.0, "attention_factor": 1.3}})
+    assert error.rule == "YaRN with a factor of 1 must leave queries and keys as they are."
+
+
+@pytest.mark.parametrize(
+    ("quantized", "seen"),
+    [({"quant_method": "fp8"}, "fp8"), ({}, "None"), ("int8", "int8"), ([8], "[8]"), (False, "False")],
+)
+def test_quantized_weights(quantized, seen):
+    error = refused("llama", contents("llama") | {"quantization_config": quantized})
+    assert error.rule == "Imported weights must be stored in bfloat16, float16 or float32."
+    assert error.seen == f"quantization_config: {seen}"
