@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.train import forks
+from tests.train.small import GOOD
 from trellis.errors import UserError
 from trellis.train.distributed import detect, initialize
 from trellis.train.stopping import RunStopped, explain
@@ -93,15 +94,15 @@ def test_a_lost_process_is_told_apart_from_an_error_of_its_own(monkeypatch):
 
     lost = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllReduce failed: Connection reset by peer\nmore")
     own = jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes")
-    assert explain(lost, "x") is lost, "one process has no peers"
+    assert explain(lost, GOOD) is lost, "one process has no peers"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    told = explain(lost, "last good checkpoint: c")
+    told = explain(lost, GOOD)
     assert isinstance(told, RunStopped) and told.exit_code == 3
     assert told.rule == "All processes of a run must keep running."
     assert told.seen == "process 0 of 2 lost another process: UNKNOWN: Gloo AllReduce failed: Connection reset by peer"
     assert told.where == "last good checkpoint: c"
     assert told.fix == "check the other processes' output, then start them all again"
-    assert explain(own, "x") is own
+    assert explain(own, GOOD) is own
 
 
 def test_a_process_lost_while_a_checkpoint_is_written_is_found_behind_the_timeout_of_who_waited(monkeypatch):
@@ -111,13 +112,13 @@ def test_a_process_lost_while_a_checkpoint_is_written_is_found_behind_the_timeou
     waited = TimeoutError("Timed out while waiting for async_write_complete barrier.")
     waited.__cause__ = barrier
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    told = explain(waited, "last good checkpoint: c")
+    told = explain(waited, GOOD)
     assert isinstance(told, RunStopped) and told.where == "last good checkpoint: c"
     assert (
         told.seen == "process 0 of 2 lost another process: INTERNAL: Barrier failed because: Task 1 heartbeat timeout."
     )
     alone = TimeoutError("Timed out")
-    assert explain(alone, "x") is alone
+    assert explain(alone, GOOD) is alone
 
 
 def start(folder, *more, pause=0.03, each=None):

@@ -15,8 +15,9 @@ import pytest
 from tests.data.test_full_disk import available_wrapper
 from tests.train import forks
 from tests.train.conftest import assembled_once, assembling
-from tests.train.small import curve
+from tests.train.small import GOOD, curve
 from trellis.checkpoints import checkpoints
+from trellis.checkpoints.checkpoints import told_of_last_good
 from trellis.commands import line
 from trellis.files import no_room
 from trellis.models import generate
@@ -74,7 +75,7 @@ def test_a_run_whose_disk_is_full_loses_nothing(kind, run_file, tmp_path, capsys
     assert told.startswith("trellis: The disk must have room for what the run writes.\n  seen:  ")
     assert ("No space left on device" if kind == "disk" else "File too large") in told
     assert f"\n  where: last good checkpoint: {disk}/run/checkpoints/step-0000000" in told
-    assert "\n  fix:   free some space, then run the same command again; it continues after that checkpoint" in told
+    assert "\n  fix:   free some space, then run the same command again, which continues after that checkpoint" in told
     whole = tmp_path / "whole"
     assert line.main(["train", str(run_file), "--run-dir", str(whole), "--layout.preset", "single"]) == 0
     assert curve(out) == curve(whole)
@@ -96,7 +97,7 @@ def test_a_checkpoint_without_room_is_told_and_leaves_nothing_behind(tmp_path, m
     assert str(error.value) == (
         "The disk must have room for the run's checkpoints.\n  seen:  No space left on device\n"
         f"  where: {tmp_path / 'step-00000002'}\n"
-        "  fix:   free some space, then run the same command again; it continues after the last good checkpoint"
+        "  fix:   free some space, then run the same command again, which continues after the last good checkpoint"
     )
 
 
@@ -109,10 +110,33 @@ def test_other_errors_are_not_taken_for_a_full_disk():
 
 
 def test_files_that_cannot_be_written_stop_a_run_in_one_message():
-    told = explain(OSError(30, "Read-only file system", "a/metrics.jsonl"), "last good checkpoint: c")
+    told = explain(OSError(30, "Read-only file system", "a/metrics.jsonl"), GOOD)
     assert isinstance(told, RunStopped) and told.exit_code == 3
     assert told.rule == "The files of a run must be readable and writable while it trains."
     assert told.seen == "Read-only file system: a/metrics.jsonl" and told.where == "last good checkpoint: c"
-    assert told.fix.endswith("then run the same command again; it continues after that checkpoint")
+    assert told.fix.endswith("then run the same command again, which continues after that checkpoint")
     other = ValueError("a loss is one number")
-    assert explain(other, "c") is other
+    assert explain(other, GOOD) is other
+
+
+def test_the_fix_of_a_stop_says_what_the_same_command_does(tmp_path):
+    full = OSError(28, "No space left on device", "a/metrics.jsonl")
+    fix = lambda: explain(full, told_of_last_good(tmp_path / "checkpoints")).fix
+    assert fix().endswith(", which continues after the newest of them, if there is one")
+    (tmp_path / "checkpoints").mkdir()
+    assert fix() == "free some space, then run the same command again, which starts over"
+    (tmp_path / "checkpoints" / "step-00000003").mkdir()
+    (tmp_path / "checkpoints" / "step-00000003" / "manifest.json").touch()
+    assert fix() == "free some space, then run the same command again, which continues after that checkpoint"
+
+
+def test_a_first_checkpoint_without_room_leaves_nothing_to_continue_after(tmp_path, monkeypatch):
+    def full(folder, process):
+        raise OSError(28, "No space left on device", str(folder))
+
+    monkeypatch.setattr(checkpoints, "write_checksums", full)
+    with checkpoints.Checkpoints(tmp_path) as saved:
+        saved.save(2, {"x": jnp.ones(2)})
+        with pytest.raises(checkpoints.NoRoom) as error:
+            saved.wait()
+    assert error.value.fix == "free some space, then run the same command again, which starts over"

@@ -55,12 +55,33 @@ def finished_steps(folder: Path) -> list[int]:
     return sorted(int(m[1]) for m in found if m and (folder / m[0] / MANIFEST).exists())
 
 
-def told_of_last_good(folder: Path) -> str:
-    """Words that name the newest finished checkpoint in a folder, for the message about what ended a run."""
+@dataclass(frozen=True, slots=True)
+class LastGood:
+    """Words about the newest finished checkpoint, for the message about what ended a run.
+
+    Attributes:
+        where: names it, or says that there is none.
+        again: the end of a fix, with what the same command does then.
+    """
+
+    where: str
+    again: str
+
+    def __str__(self) -> str:
+        return self.where
+
+
+def told_of_last_good(folder: Path) -> LastGood:
+    """Words about the newest finished checkpoint in a folder."""
+    again = "run the same command again, which"
     if not folder.is_dir():
-        return f"the checkpoints in {folder}, which is not there now"
+        where = f"the checkpoints in {folder}, which is not there now"
+        return LastGood(where, f"{again} continues after the newest of them, if there is one")
     steps = finished_steps(folder)
-    return f"last good checkpoint: {folder / _folder_of(steps[-1])}" if steps else "no checkpoint was written yet"
+    if not steps:
+        return LastGood("no checkpoint was written yet", f"{again} starts over")
+    where = f"last good checkpoint: {folder / _folder_of(steps[-1])}"
+    return LastGood(where, f"{again} continues after that checkpoint")
 
 
 def _folder_of(step: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from trellis.checkpoints.checkpoints import Checkpoints, told_of_last_good
+from trellis.checkpoints.checkpoints import Checkpoints, LastGood, told_of_last_good
 from trellis.checkpoints.room import NoRoom
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
@@ -110,7 +110,7 @@ def train(
     work: Work | None = None,
     pace: Pace | None = None,
     progress: Progress | None = None,
-    compiled: Callable[[Any, int, Callable[[], str]], str] | None = None,
+    compiled: Callable[[Any, int, Callable[[], LastGood]], str] | None = None,
     first_collective: str | None = None,
 ) -> Outcome:
     """Trains until the last step or a signal; resumes from the folder's newest checkpoint.
@@ -167,7 +167,7 @@ class _Loop:
         saved: Checkpoints,
         signals: Signals,
         until: int | None,
-        compiled: Callable[[Any, int, Callable[[], str]], str] | None,
+        compiled: Callable[[Any, int, Callable[[], LastGood]], str] | None,
         pace: Pace | None,
     ):
         self._assembled, self._run, self._feed, self._folder = assembled, assembled.run, feed, folder
@@ -332,11 +332,12 @@ class _Loop:
         """The error that ended the run between steps. If its data went away, the message says what was saved."""
         if self._newest is None or not isinstance(error, UserError) or isinstance(error, RunStopped | NoRoom):
             return error
+        last_good = _last_good(self._saved, others_live=jax.process_count() == 1)
         return RunStopped(
             error.rule,
             seen=f"{error.seen}, at {error.where}",
-            where=_last_good(self._saved, others_live=jax.process_count() == 1),
-            fix=f"{error.fix}; then run the same command again, which continues after that checkpoint",
+            where=last_good.where,
+            fix=f"{error.fix}; then {last_good.again}",
         )
 
     def _save(self, state: Any, made: int) -> None:
@@ -421,7 +422,7 @@ class _Loop:
                 "The loss and the gradient must be finite.",
                 seen=f"loss {loss}, gradient norm {norm} at step {record.step}, {self._not_finite} in a row "
                 f"(allowed: {self._run.skip_nonfinite}){self._first}",
-                where=_last_good(self._saved, others_live=True),
+                where=_last_good(self._saved, others_live=True).where,
                 fix="continue with a larger --skip_nonfinite, which skips such steps, or start a new run with a "
                 "lower learning rate or clip_norm",
             )
@@ -443,8 +444,8 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _last_good(saved: Checkpoints, others_live: bool) -> str:
-    """Words that name the last good checkpoint; one under way is waited for if its processes are alive."""
+def _last_good(saved: Checkpoints, others_live: bool) -> LastGood:
+    """Words about the last good checkpoint; one under way is waited for if its processes are alive."""
     if others_live:
         with contextlib.suppress(Exception):
             saved.wait()
