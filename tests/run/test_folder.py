@@ -86,6 +86,17 @@ def test_going_on_that_is_refused_leaves_the_run_as_it_was(tmp_path):
     assert open_run(tmp_path) == longer
 
 
+def test_a_process_that_writes_nothing_tells_the_same_of_a_refusal(tmp_path):
+    claim(tmp_path, tiny())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    mistake = UserError("split evenly", seen="8 over 3", where="batch_size", fix="use --batch_size 9")
+    with pytest.raises(UserError) as error, unchanged_if_refused(tmp_path, write=False):
+        (tmp_path / "run.yaml").write_text("what the first process wrote")
+        raise mistake
+    assert error.value.fix.endswith("a resumed run keeps its batch_size")
+    assert (tmp_path / "run.yaml").read_text() == "what the first process wrote"
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_batch_that_does_not_divide_is_mended_by_the_mesh_where_a_run_goes_on(begun, tmp_path):
     claim(tmp_path, tiny())

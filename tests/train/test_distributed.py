@@ -171,6 +171,33 @@ def test_two_processes_train_as_one_stop_as_one_and_go_on_as_one(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("interrupted", [(1,), (0, 1)])
+def test_an_interrupt_of_one_process_or_of_all_saves_before_all_end(tmp_path, interrupted):
+    processes = start(tmp_path, "--steps", "4000")
+    wait_for_lines(tmp_path, 8)
+    for number in interrupted:
+        processes[number].send_signal(signal.SIGINT)
+    ends = [process.communicate(timeout=120) for process in processes]
+    expected = [130 if number in interrupted else 143 for number in (0, 1)]
+    assert [process.returncode for process in processes] == expected, ends[0][1]
+    made = [json.loads(out.splitlines()[-1])["step"] for out, _ in ends]
+    assert made[0] == made[1] >= 8
+    assert (tmp_path / "checkpoints" / f"step-{made[0]:08d}" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_a_process_of_several_at_once(tmp_path):
+    processes = start(tmp_path, "--steps", "4000", pause=3.0)  # nobody looks for a signal before the next step
+    wait_for_lines(tmp_path, 1)
+    processes[1].send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    processes[1].send_signal(signal.SIGINT)
+    ends = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [3, 130], ends
+    assert not any((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
 def test_when_one_process_is_killed_the_other_leaves_and_names_the_last_good_checkpoint(tmp_path):
     processes = start(tmp_path, "--steps", "4000")
     wait_for_lines(tmp_path, 10)

@@ -32,6 +32,7 @@ def checks(process: int, folder: Path) -> list:
         lambda: check_text(own[0]),
         lambda: check_folder(folder / str(process), wait=0.2),
         lambda: check_alike(other),
+        lambda: check_alike(tiny(), until=5 if process else None),
         lambda: check_text(own[process]),
     ]
     if process == 0:
@@ -64,6 +65,11 @@ def test_all_processes_are_told_what_differs(tmp_path):
         [
             "All processes of a run must be started with the same options.",
             "optimizer.learning_rate: 0.01 in process 0, 0.5 in process 1",
+            "process 1",
+        ],
+        [
+            "All processes of a run must be started with the same options.",
+            "until: null in process 0, 5 in process 1",
             "process 1",
         ],
         [

@@ -85,13 +85,13 @@ def execute(args: argparse.Namespace) -> int:
     ):
         check_devices()
         check_folder(folder)
-        check_alike(run)
+        check_alike(run, until=args.until)
         if not has_begun(folder):
             chosen = choose(run, devices, tell=lambda text: print(text, flush=True))
             if chosen.devices != run.devices:
                 devices = devices[: chosen.devices]
             run = chosen
-        with unchanged_if_refused(folder) if is_first() else contextlib.nullcontext():
+        with unchanged_if_refused(folder, write=is_first()):
             changed = _changed(folder, run, done())
             claim(folder, run, done=done(), write=is_first())
             for line in changed if is_first() else ():

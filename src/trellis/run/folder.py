@@ -101,11 +101,15 @@ def _fields_apart(name: str, there: Any, asked: Any) -> list[tuple[str, Any, Any
 
 
 @contextlib.contextmanager
-def unchanged_if_refused(folder: Path) -> Generator[None]:
+def unchanged_if_refused(folder: Path, *, write: bool = True) -> Generator[None]:
     """Restores the `run.yaml` of a run that has begun if resuming it was refused before a step.
 
     A field that must stay as it is cannot be the fix: an error that suggests another value for one suggests another
     mesh instead.
+
+    Args:
+        folder: the run's folder.
+        write: whether this process restores the file, or only tells the same as the one that does.
     """
     path, made = folder / "run.yaml", lambda: (has_begun(folder), _size(folder / "metrics.jsonl"))
     before = made()
@@ -115,7 +119,8 @@ def unchanged_if_refused(folder: Path) -> Generator[None]:
     except TrellisError as error:
         if text is None or made() != before:
             raise
-        path.write_bytes(text)
+        if write:
+            path.write_bytes(text)
         if isinstance(error, UserError) and error.where in _STAYS and error.fix.startswith(f"use --{error.where} "):
             fix = f"use --devices or --mesh sizes that divide it: a resumed run keeps its {error.where}"
             raise UserError(error.rule, seen=error.seen, where=error.where, fix=fix) from error

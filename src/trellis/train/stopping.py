@@ -170,19 +170,20 @@ def leave_at_once(error: BaseException) -> NoReturn:
 class Signals:
     """Notes SIGTERM and SIGINT while a run trains, so that it saves a checkpoint before it ends.
 
-    With several processes, JAX's preemption service takes the signal of any of them and lets all stop at the same step.
-    A second SIGINT ends the run at once.
+    With several processes, JAX's preemption service takes the SIGTERM of any of them and lets all stop at the same
+    step; a process that gets SIGINT therefore sends itself SIGTERM. A second SIGINT ends the run at once.
     """
 
     def __init__(self) -> None:
-        self._received: int | None = None
+        self._noted: int | None = None  # the signal that this process got
+        self._received: int | None = None  # that at which the run ends
         self._before: dict[int, object] = {}
         self._together = jax.process_count() > 1
 
     def __enter__(self) -> "Signals":
         # Python lets only the main thread set handlers.
-        if not self._together and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT,) if self._together else (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -192,7 +193,7 @@ class Signals:
         self._before.clear()
 
     def exit_code(self, step: int) -> int | None:
-        """128 and the signal's number once the run is to stop, 143 for SIGTERM; else None.
+        """128 and the signal's number once the run is to stop, 143 if another process got it; else None.
 
         Args:
             step: how many steps have been made; every process asks once a step.
@@ -201,11 +202,15 @@ class Signals:
             from jax.experimental import multihost_utils
 
             if multihost_utils.reached_preemption_sync_point(step):
-                self._received = signal.SIGTERM
+                self._received = self._noted or signal.SIGTERM
         return None if self._received is None else 128 + self._received
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._received is not None and number == signal.SIGINT:
+        if self._noted is not None and number == signal.SIGINT:
             keep_interrupts(quiet=True)  # libraries that it interrupts print tracebacks
             raise KeyboardInterrupt
-        self._received = number
+        self._noted = number
+        if self._together:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self._received = number

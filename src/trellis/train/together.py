@@ -88,8 +88,12 @@ def check_devices() -> None:
         )
 
 
-def check_alike(run: Run) -> None:
+def check_alike(run: Run, *, until: int | None = None) -> None:
     """Refuses processes that were started with options or versions other than the first's.
+
+    Args:
+        run: what this process was asked to train.
+        until: the step after which it is to pause.
 
     Raises:
         UserError: a process differs; raised in all processes.
@@ -97,6 +101,7 @@ def check_alike(run: Run) -> None:
     if jax.process_count() == 1:
         return
     mine = plain(run) | {"distributed": plain(Distributed())}
+    mine["until"] = until
     mine["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     first, *others = gathered(mine)
     for number, other in enumerate(others, 1):
