@@ -125,6 +125,13 @@ def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path):
         assert error.value.seen == repr(str(folder)) and error.value.fix == "rename it, or use another --run-dir"
 
 
+def test_a_folder_with_a_backslash_is_refused(tmp_path):
+    for opened in (check_path, open_run):
+        with pytest.raises(UserError, match="The path of a run's folder must contain no backslash") as error:
+            opened(tmp_path / "a\\b")
+        assert error.value.seen == str(tmp_path / "a\\b")
+
+
 def test_what_is_no_run_is_refused(tmp_path):
     for folder, seen in ((tmp_path, "no run.yaml"), (tmp_path / "absent", "no such folder")):
         with pytest.raises(UserError, match=r"A run's folder must contain run\.yaml") as error:

@@ -34,6 +34,7 @@ from trellis.checkpoints.matching import check_fit, check_names, clear_padding
 from trellis.checkpoints.room import NoRoom, explained, tell_once
 from trellis.errors import UserError
 from trellis.mesh.meshes import sharding_of
+from trellis.run.folder import check_path
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -124,6 +125,7 @@ class Checkpoints:
                 where="checkpoints.keep_latest",
                 fix="use 1 or more",
             )
+        check_path(Path(folder))
         self.folder = Path(folder).absolute()
         self._keep_latest, self._keep_every = keep_latest, keep_every
         self._copy, self._timeout, self._read_only, self._host_bytes = copy, timeout, read_only, host_bytes
@@ -278,7 +280,8 @@ class Checkpoints:
         """
         import tensorstore
 
-        base = {"driver": "ocdbt", "base": f"file://{self.path(step)}/state/", "path": f"{name.replace('.', '/')}/"}
+        state = {"driver": "file", "path": f"{self.path(step)}/state/"}  # a URL would have some characters escaped
+        base = {"driver": "ocdbt", "base": state, "path": f"{name.replace('.', '/')}/"}
         stored = tensorstore.open({"driver": "zarr", "kvstore": base}, read=True).result()
         return (stored if layer is None else stored[layer]).read().result()
 
@@ -330,6 +333,7 @@ class Checkpoints:
     def _remove_unfinished(self) -> None:
         for path in self.folder.iterdir():
             if _NAME.fullmatch(path.name) and not (path / MANIFEST).exists():
+                self._report(f"checkpoint {path.name} was cut off before it was finished, and is removed")
                 shutil.rmtree(path)
 
     def _set_aside(self, folder: Path, damage: str) -> None:
@@ -389,6 +393,8 @@ def _verify_together(folder: Path) -> tuple[dict, str | None]:
     manifest, damage = {}, None
     try:
         manifest = read_manifest(folder)
+        if folder.name != (name := _folder_of(manifest["step"])):
+            raise DamagedCheckpoint(f"{folder / MANIFEST} is that of {name}")
         verify(folder, manifest, share=jax.process_index(), of=jax.process_count())
     except DamagedCheckpoint as error:
         damage = str(error)

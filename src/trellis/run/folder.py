@@ -35,9 +35,14 @@ def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
 
 
 def check_path(folder: Path) -> None:
-    """Refuses a folder that no run can have: its checkpoints are written and found under names in UTF-8."""
+    """Refuses a folder that no run can have: TensorStore writes and finds checkpoints under names in UTF-8, in which it
+    takes a backslash for a slash."""
     shown, fix = str(folder).encode(errors="replace").decode(), "rename it, or use another --run-dir"
     check_utf8(str(folder.absolute()), "The path of a run's folder must be valid UTF-8.", shown, fix)
+    if "\\" in str(folder.absolute()):
+        raise UserError(
+            "The path of a run's folder must contain no backslash.", seen=str(folder.absolute()), where=shown, fix=fix
+        )
 
 
 def has_begun(folder: Path) -> bool:
