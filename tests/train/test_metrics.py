@@ -81,6 +81,14 @@ def test_rates_are_over_the_steps_since_the_line_before():
     assert (line["seconds"], line["step_seconds"]) == (0.25, 0.625)
 
 
+def test_the_seconds_before_a_resume_are_in_the_line_after_it():
+    meter = Meter(tokens=300, spent=2.5)
+    meter.add(record(4, 0.0, 1.0), 100)
+    assert meter.spent == 3.5, "which a checkpoint has that is saved now"
+    line = meter.line(record(4, 0.0, 1.0))
+    assert (line["seconds"], line["step_seconds"], meter.spent) == (3.5, 1.0, 0.0)
+
+
 def test_rates_begin_anew_where_a_token_costs_something_else():
     meter = Meter(tokens=0, work=Work(flops_per_token=10.0, peak_flops=4000.0))
     meter.add(record(1, 0.0, 8.0), 100)

@@ -19,6 +19,7 @@ from trellis.checkpoints.room import NoRoom
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
 from trellis.run.schema import plain
+from trellis.train.anew import told_of_starting_over
 from trellis.train.assemble import Assembled
 from trellis.train.compilation import CompiledStep
 from trellis.train.distributed import is_first
@@ -187,16 +188,17 @@ class _Loop:
     def go(self, work: Work | None, progress: Progress | None, first_collective: str | None) -> Outcome:
         assembled, run = self._assembled, self._run
         restored = self._saved.restore(assembled.abstract, resizable={"vocab": run.model.vocab})
-        start, tokens = (0, 0) if restored is None else (restored.step, restored.data["tokens"])
+        start, data = (0, {"tokens": 0}) if restored is None else (restored.step, restored.data)
         state = assembled.init() if restored is None else assembled.at(start - 1).takes(restored.state)
         if restored is not None:
-            self._feed.check_text(restored.data.get("text", {}))
-        del restored  # the step will donate its arrays
+            self._feed.check_text(data.get("text", {}))
         self._progress = progress or Progress(run.steps, stop=self._stop)
-        self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else "")
+        anew = "" if restored is not None else told_of_starting_over(self._folder)
+        self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else anew)
+        del restored  # the step will donate its arrays
         self._timeline.add("resumed" if start else "started", start)
         self._foretell(start)
-        self._meter = Meter(tokens=tokens, work=work)
+        self._meter = Meter(tokens=data["tokens"], spent=data.get("seconds", 0.0), work=work)
         try:
             with contextlib.ExitStack() as self._open:
                 self._open.callback(self._progress.close)
@@ -342,7 +344,8 @@ class _Loop:
 
     def _save(self, state: Any, made: int) -> None:
         with self._watch.excused(f"saves after step {made}"):
-            new = self._saved.save(made, state, data={"tokens": self._meter.tokens, "text": dict(self._feed.text)})
+            data = {"tokens": self._meter.tokens, "seconds": self._meter.spent, "text": dict(self._feed.text)}
+            new = self._saved.save(made, state, data=data)
         if new:
             self._timeline.add("checkpoint", made)
 
