@@ -1,8 +1,10 @@
 """A run's folder holds one run, and its corpus is what its configuration says."""
 
 import dataclasses
+import fcntl
 import os
 import re
+import time
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ from trellis.optim import AdamW
 from trellis.recipes import tiny
 from trellis.run.config import Evaluation
 from trellis.run.data import Data, MixturePart, MixtureSource, PartWeight, StoreSource
-from trellis.run.folder import alone, check_path, claim, new_folder, open_run, unchanged_if_refused
+from trellis.run.folder import alone, check_path, claim, new_folder, open_run, unchanged_if_refused, was_left
 from trellis.train.assemble import layout_of
 from trellis.train.corpus import open_corpus
 
@@ -137,6 +139,42 @@ def test_what_is_no_run_is_refused(tmp_path):
         with pytest.raises(UserError, match=r"A run's folder must contain run\.yaml") as error:
             open_run(folder)
         assert (error.value.seen, error.value.where) == (seen, str(folder))
+
+
+def test_a_folder_is_left_when_its_process_ends(tmp_path):
+    assert not was_left(tmp_path), "nobody trained there"
+    with alone(tmp_path):
+        assert not was_left(tmp_path)
+        with pytest.raises(UserError, match="Only one process"), alone(tmp_path):
+            pass
+        assert not was_left(tmp_path)
+    assert was_left(tmp_path)
+    (tmp_path / ".lock").write_text("another-machine")
+    assert not was_left(tmp_path), "a machine does not see all locks of others"
+
+
+def test_looking_at_a_folder_keeps_nobody_from_training(tmp_path, monkeypatch):
+    with alone(tmp_path):
+        pass
+    looking = open(tmp_path / ".lock")
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda seconds: looking.close())
+    with alone(tmp_path):
+        assert looking.closed and not was_left(tmp_path)
+
+
+def test_a_file_system_without_locks_is_told_and_trained_in(tmp_path, monkeypatch, capsys):
+    def none(file, how):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with alone(tmp_path):
+        pass
+    assert not was_left(tmp_path)
+    assert capsys.readouterr().err == (
+        "WARNING: nothing keeps a second process from training in this folder: its file system has no locks "
+        "([Errno 38] Function not implemented)\n"
+    )
 
 
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path):

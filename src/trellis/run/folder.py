@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import platform
 import shlex
+import sys
 import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trellis.errors import TrellisError, UserError, shortened
 from trellis.files import check_utf8
@@ -22,6 +24,8 @@ _MAY_CHANGE = (
     "name", "steps", "mesh", "layout", "devices", "distributed", "checkpoints", "evaluation", "logging", "guard",
     "deadline", "profile", "microbatches", "cpu", "remat", "skip_nonfinite",
 )  # fmt: skip
+# How often a folder that is held is tried again, and the seconds between.
+_TRIES, _BETWEEN = 10, 0.05
 
 
 def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
@@ -147,14 +151,14 @@ def _learned(run: Run) -> dict[str, Any]:
 def alone(folder: Path) -> Generator[None]:
     """Keeps a run's folder for this process while it trains; the system releases it when the process ends.
 
+    Whoever asks whether it `was_left` holds it for a moment.
+
     Raises:
         UserError: another process trains in the folder.
     """
-    import fcntl
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "w")
+        file = open(folder / ".lock", "a")
     except OSError as error:
         raise UserError(
             "The run's folder must be writable.",
@@ -163,16 +167,51 @@ def alone(folder: Path) -> Generator[None]:
             fix="use another --run-dir, in a folder that you can write to",
         ) from None
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                "Only one process at a time can train in a run's folder.",
-                seen="another process, which is still training",
-                where=str(folder),
-                fix="wait for it or stop it, or use another --run-dir",
-            ) from None
+        tries = _TRIES
+        while not _locked(file):
+            tries -= 1
+            if not tries:
+                raise UserError(
+                    "Only one process at a time can train in a run's folder.",
+                    seen="another process, which is still training",
+                    where=str(folder),
+                    fix="wait for it or stop it, or use another --run-dir",
+                )
+            time.sleep(_BETWEEN)
+        with contextlib.suppress(OSError):  # a full disk; what must be written will tell
+            file.truncate(0)
+            file.write(platform.node())
+            file.flush()
         yield
+
+
+def _locked(file: TextIO) -> bool:
+    """Whether this process has a lock on a file now. Some file systems of clusters have none: a line says so."""
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        told = f"nothing keeps a second process from training in this folder: its file system has no locks ({error})"
+        print(f"WARNING: {told}", file=sys.stderr, flush=True)
+    return True
+
+
+def was_left(folder: Path) -> bool:
+    """Whether a process of this machine trained in a folder, and no process does now.
+
+    Of a run on another machine it is not known, since its lock need not be seen here: then False.
+    """
+    import fcntl
+
+    try:
+        with open(folder / ".lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return file.read() == platform.node()
+    except OSError:  # held, or not there
+        return False
 
 
 def open_run(folder: Path) -> Run:
