@@ -4,10 +4,12 @@ The disk is a tmpfs in a mount namespace of its own, where that is allowed; else
 files stands in.
 """
 
+import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -19,9 +21,10 @@ from tests.train.small import GOOD, curve
 from trellis.checkpoints import checkpoints
 from trellis.checkpoints.checkpoints import told_of_last_good
 from trellis.commands import line
-from trellis.files import no_room
+from trellis.files import no_room, write_whole
 from trellis.models import generate
 from trellis.train.stopping import RunStopped, explain
+from trellis.train.trackers import JsonLines
 
 
 def main() -> int:
@@ -117,6 +120,25 @@ def test_files_that_cannot_be_written_stop_a_run_in_one_message():
     assert told.fix.endswith("then run the same command again, which continues after that checkpoint")
     other = ValueError("a loss is one number")
     assert explain(other, GOOD) is other
+
+
+@pytest.mark.parametrize("number", [28, 116])
+def test_an_error_about_a_file_that_is_open_names_it(tmp_path, monkeypatch, number):
+    """Python names the file of an error only where it opens one."""
+
+    def fails(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match=os.strerror(number)) as error:
+        write_whole(tmp_path / "ledger.txt", "nothing")
+    assert error.value.filename == str(tmp_path / "ledger.txt") and not any(tmp_path.iterdir())
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(lines, "_file", SimpleNamespace(write=fails, flush=fails))
+    with pytest.raises(OSError, match=os.strerror(number)) as error:
+        lines.log({"step": 1})
+    assert error.value.filename == str(tmp_path / "metrics.jsonl")
+    assert isinstance(explain(error.value, GOOD), RunStopped), "and no traceback"
 
 
 def test_the_fix_of_a_stop_says_what_the_same_command_does(tmp_path):

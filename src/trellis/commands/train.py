@@ -13,7 +13,7 @@ import jax
 
 from trellis.commands.command import Command, called, whole
 from trellis.errors import UserError
-from trellis.files import write_json
+from trellis.files import write_json, write_whole
 
 if TYPE_CHECKING:
     from trellis.inspect import Ledger
@@ -263,7 +263,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         write_sections(folder, found)
         if run.profile is not None:
             (folder / "profile").mkdir(exist_ok=True)
-            (folder / "profile" / "step.svg").write_text(step_svg(compiled.as_text()))
+            write_whole(folder / "profile" / "step.svg", step_svg(compiled.as_text()))
     return outcome.exit_code
 
 
@@ -276,7 +276,7 @@ def _write_ledger(folder: Path, ledgers: Mapping[int, "Ledger"], assembled: "Ass
     every = assembled.run.guard.every
     if every is not None:
         text += f"\nguard: after every {every} steps and before each checkpoint\n{Guard(assembled).ledger()}\n"
-    (folder / "ledger.txt").write_text(text)
+    write_whole(folder / "ledger.txt", text)
 
 
 def _first(ledger: "Ledger") -> str | None:

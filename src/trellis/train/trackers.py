@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trellis.errors import UserError, did_you_mean
-from trellis.files import write_whole
+from trellis.files import naming, write_whole
 
 Line = Mapping[str, float | int | None]
 
@@ -38,14 +38,15 @@ class JsonLines:
         self._texts = path.with_name("samples.jsonl")
         _cut(path, step, int | float | None)
         _cut(self._texts, step, str)
-        self._file = open(path, "a")
+        self._path, self._file = path, open(path, "a")
 
     def log(self, line: Line) -> None:
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
 
     def text(self, name: str, step: int, text: str) -> None:
-        with open(self._texts, "a") as file:
+        with naming(self._texts), open(self._texts, "a") as file:
             file.write(json.dumps({"step": step, "name": name, "text": text}) + "\n")
 
     def close(self) -> None:
