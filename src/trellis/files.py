@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shlex
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,15 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def typed(path: Path) -> str:
+    """A path as one types it in a shell, as an argument and not an option of a command.
+
+    >>> typed(Path("-my run")), typed(Path("runs/a"))
+    ("'./-my run'", 'runs/a')
+    """
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 def write_json(path: Path, value: object) -> None:

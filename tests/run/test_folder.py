@@ -5,6 +5,7 @@ import fcntl
 import os
 import re
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -132,6 +133,15 @@ def test_a_folder_with_a_backslash_is_refused(tmp_path):
         with pytest.raises(UserError, match="The path of a run's folder must contain no backslash") as error:
             opened(tmp_path / "a\\b")
         assert error.value.seen == str(tmp_path / "a\\b")
+
+
+def test_a_folder_that_begins_like_an_option_is_named_so_that_a_shell_finds_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    claim(folder := Path("-my run"), tiny())
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match="A run folder holds one run") as error:
+        claim(folder, dataclasses.replace(tiny(), seed=1))
+    assert error.value.fix.endswith("resume what is there: trellis train './-my run'")
 
 
 def test_what_is_no_run_is_refused(tmp_path):

@@ -136,6 +136,14 @@ def test_a_resumed_run_cuts_the_lines_past_its_step(tmp_path):
     assert read_lines(path) == [], "a run that begins anew keeps nothing"
 
 
+def test_a_run_that_had_ended_has_its_sample_once(tmp_path):
+    for text in ("a sample", "a sample", "another"):
+        tracker = JsonLines(tmp_path / "metrics.jsonl", step=20)
+        tracker.text("sample", 20, text)
+        tracker.close()
+    assert [line["text"] for line in read_lines(tmp_path / "samples.jsonl", str)] == ["a sample", "another"]
+
+
 @pytest.mark.parametrize("broken", ["not json", "[]", '{"loss": 1.0}', '{"step": 2, "loss": "NaN"}'])
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path, broken):
     path = tmp_path / "metrics.jsonl"

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Generator, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trellis.errors import TrellisError, UserError, shortened
-from trellis.files import check_utf8
+from trellis.files import check_utf8, typed
 from trellis.run.config import Distributed, Run
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import plain
@@ -77,7 +76,7 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
                 "A run folder holds one run, and can only be used to resume it.",
                 seen=told_apart(before, now, "in the folder", "asked for"),
                 where=str(path),
-                fix=f"use another --run-dir, or resume what is there: trellis train {shlex.quote(str(folder))}",
+                fix=f"use another --run-dir, or resume what is there: trellis train {typed(folder)}",
             )
     if run.steps < done:
         raise UserError(

@@ -37,7 +37,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._texts = path.with_name("samples.jsonl")
         _cut(path, step, int | float | None)
-        _cut(self._texts, step, str)
+        self._newest = (_cut(self._texts, step, str) or [{}])[-1]
         self._path, self._file = path, open(path, "a")
 
     def log(self, line: Line) -> None:
@@ -46,17 +46,23 @@ class JsonLines:
             self._file.flush()
 
     def text(self, name: str, step: int, text: str) -> None:
+        line = {"step": step, "name": name, "text": text}
+        if line == self._newest:
+            return  # a run that had ended, and was started again
+        self._newest = line
         with naming(self._texts), open(self._texts, "a") as file:
-            file.write(json.dumps({"step": step, "name": name, "text": text}) + "\n")
+            file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         self._file.close()
 
 
-def _cut(path: Path, step: int, of: Any) -> None:
-    """Keeps only the lines up to `step`."""
+def _cut(path: Path, step: int, of: Any) -> list[dict]:
+    """Keeps only the lines up to `step`, and returns them."""
+    kept = [line for line in read_lines(path, of) if line["step"] <= step]
     if path.exists():
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in read_lines(path, of) if line["step"] <= step))
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 def read_lines(path: Path, of: Any = int | float | None) -> list[dict]:
