@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import trellis
+from trellis.checkpoints import checkpoints as checkpoints_module
 from trellis.checkpoints.checkpoints import MANIFEST, Checkpoints, finished_steps
 from trellis.checkpoints.manifest import own_checksum
 from trellis.errors import UserError
@@ -197,6 +198,37 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path, w
     assert len(lines) == 1 and words in lines[0]
     assert lines[0].startswith("checkpoint step-00000002 is damaged and is set aside as damaged-step-00000002: ")
     assert (tmp_path / "damaged-step-00000002").is_dir()
+
+
+@pytest.mark.parametrize("gone", ["before it is verified", "before it is read"])
+def test_a_checkpoint_that_its_run_removes_is_not_damaged(tmp_path, wide, monkeypatch, gone):
+    state, lines = state_on(wide), []
+    with Checkpoints(tmp_path, keep_latest=1) as training:
+        training.save(1, state)
+        training.wait()
+        reading = Checkpoints(tmp_path, read_only=True, report=lines.append)
+        name = "_verify_together" if gone == "before it is verified" else "check_names"
+        whole, removals = getattr(checkpoints_module, name), [2]
+
+        def as_the_run_goes_on(*given):
+            if removals:
+                training.save(removals.pop(), state)
+                training.wait()
+            return whole(*given)
+
+        monkeypatch.setattr(checkpoints_module, name, as_the_run_goes_on)
+        assert reading.restore(abstract(state)).step == 2, "the newest is looked for again"
+        removals.append(3)
+        with pytest.raises(UserError, match="A run must keep a checkpoint for as long as it is read") as error:
+            reading.restore(abstract(state), step=2)
+        assert error.value.seen == "step-00000002, which the run has removed since, as it trains on"
+        removals.extend((6, 5, 4))
+        with pytest.raises(UserError, match="A run must keep a checkpoint for as long as it is read"):
+            reading.restore(abstract(state))
+        with pytest.raises(UserError, match="A run must keep a checkpoint for as long as it is read"):
+            reading.read(2, "params.table")
+        reading.close()
+    assert not lines, "nothing is damaged"
 
 
 def test_all_damaged_is_an_error(tmp_path, wide):

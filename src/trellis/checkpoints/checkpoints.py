@@ -5,13 +5,14 @@ process), a copy of `run.yaml`, the checksums of every process, and `manifest.js
 without a manifest is not a checkpoint: a later start removes it.
 """
 
+import contextlib
 import functools
 import logging
 import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,14 @@ from trellis.mesh.meshes import sharding_of
 from trellis.run.folder import check_path
 
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+# How often the newest checkpoint of a run that is training is looked for, if the run removes those that are being read.
+_TRIES = 3
+
+
+class RemovedCheckpoint(UserError):
+    """A run that is training removed a checkpoint while it was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,9 +248,21 @@ class Checkpoints:
             The state, its step and data position; None if there is no checkpoint.
 
         Raises:
-            UserError: a checkpoint does not fit the target, the requested one is absent, all are damaged, or the target
-                does not give the sharding of its arrays.
+            UserError: a checkpoint does not fit the target, the requested one is absent, all are damaged, the target
+                does not give the sharding of its arrays, or a run that is training removes what is read.
         """
+        arguments = (target, step, partial, dict(resizable or {}), verify)
+        for _ in range(_TRIES - 1):
+            try:
+                return self._restore(*arguments)
+            except RemovedCheckpoint:
+                if step is not None:
+                    raise
+        return self._restore(*arguments)
+
+    def _restore(
+        self, target: Any, step: int | None, partial: bool, resizable: dict[str, int], verify: bool
+    ) -> Restored | None:
         known = self.steps()
         wanted, damage = known[::-1] if step is None else [s for s in known if s == step], None
         if step is not None and not wanted:
@@ -253,9 +274,12 @@ class Checkpoints:
             )
         for candidate in wanted:
             folder = self.path(candidate)
-            manifest, damage = _verify_together(folder) if verify else (read_manifest(folder), None)
-            if damage is None:
-                return self._read(folder, manifest, target, partial, dict(resizable or {}))
+            with self._kept(folder):
+                manifest, damage = _verify_together(folder) if verify else (read_manifest(folder), None)
+                if damage is None:
+                    return self._read(folder, manifest, target, partial, resizable)
+            if self._is_removed(folder):
+                raise _removed(folder)
             if step is None:
                 self._set_aside(folder, damage)
         aside = sorted(path.name for path in self.folder.glob("damaged-step-*"))
@@ -282,8 +306,23 @@ class Checkpoints:
 
         state = {"driver": "file", "path": f"{self.path(step)}/state/"}  # a URL would have some characters escaped
         base = {"driver": "ocdbt", "base": state, "path": f"{name.replace('.', '/')}/"}
-        stored = tensorstore.open({"driver": "zarr", "kvstore": base}, read=True).result()
-        return (stored if layer is None else stored[layer]).read().result()
+        with self._kept(self.path(step)):
+            stored = tensorstore.open({"driver": "zarr", "kvstore": base}, read=True).result()
+            return (stored if layer is None else stored[layer]).read().result()
+
+    def _is_removed(self, folder: Path) -> bool:
+        """Whether a checkpoint was there, and a run that is training has removed it since: its manifest goes first."""
+        return self._read_only and not (folder / MANIFEST).exists()
+
+    @contextlib.contextmanager
+    def _kept(self, folder: Path) -> Generator[None]:
+        """Within it, what fails because a run removes a checkpoint is told as that."""
+        try:
+            yield
+        except Exception as error:
+            if self._is_removed(folder):
+                raise _removed(folder) from error
+            raise
 
     def _read(self, folder: Path, manifest: dict, target: Any, partial: bool, resizable: dict[str, int]) -> Restored:
         ocp = _orbax()
@@ -379,6 +418,15 @@ def _try_to_write(folder: Path) -> None:
     probe = folder / ".probe"
     probe.touch()
     probe.unlink()
+
+
+def _removed(folder: Path) -> RemovedCheckpoint:
+    return RemovedCheckpoint(
+        "A run must keep a checkpoint for as long as it is read.",
+        seen=f"{folder.name}, which the run has removed since, as it trains on",
+        where=str(folder.parent),
+        fix="try again; or let the run save less often or keep more: checkpoints.every, keep_latest, keep_every",
+    )
 
 
 def _barrier(name: str) -> None:
