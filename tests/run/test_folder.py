@@ -49,6 +49,21 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     assert open_run(tmp_path) == tiny()
 
 
+def test_stores_may_have_moved_and_nothing_else_of_the_data(tmp_path):
+    part = lambda name, where: MixturePart(name=name, path=f"{where}/a", validation=f"{where}/b", weight=0.3)
+    mixed = lambda *parts: dataclasses.replace(
+        tiny(), data=dataclasses.replace(tiny().data, source=MixtureSource(parts=parts))
+    )
+    claim(tmp_path, mixed(part("web", "here"), part("code", "there")))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    web, code = part("web", "elsewhere"), part("code", "there")
+    claim(tmp_path, mixed(web, code))
+    assert open_run(tmp_path).data.source.parts == (web, code)
+    for other in (dataclasses.replace(web, validation=None), dataclasses.replace(web, weight=0.5)):
+        with pytest.raises(UserError, match="A run folder holds one run"):
+            claim(tmp_path, mixed(other, code))
+
+
 def test_a_part_that_differs_is_named(tmp_path):
     parts = tuple(MixturePart(name=name, path=f"stores/{name}", weight=0.5) for name in ("web", "code"))
     mixed = lambda *parts: dataclasses.replace(

@@ -192,7 +192,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     check_state(assembled)
     corpus = open_corpus(run, progress=is_first())
     check_lasts(run, corpus)
-    text = {name: identity(store) for name, store in corpus.stores.items()}
+    text = {name: identity(store) for name, store in corpus.all_stores.items()}
     check_text(text)
     programs, memory = {}, {}
     for step, made in assembled.phases().items():
@@ -237,7 +237,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         evaluate=evaluated if corpus.validation else None,
         sample=None if corpus.tokenizer is None else sampled,
         text=text,
-        check_text=lambda before: check_identities(before, text, {n: s.url for n, s in corpus.stores.items()}),
+        check_text=lambda before: check_identities(before, text, {n: s.url for n, s in corpus.all_stores.items()}),
     )
     work, check = work_of(assembled), StructureCheck(assembled, ledger, folder)
     pace = expected_pace(assembled, work)

@@ -140,10 +140,22 @@ def _size(path: Path) -> int:
 
 
 def _learned(run: Run) -> dict[str, Any]:
-    """The fields of a run that must stay when it is resumed; for `lengths`, what is set, without microbatches."""
+    """The fields of a run that must stay when it is resumed; for `lengths`, what is set, without microbatches.
+
+    Stores may have moved: what they hold is in each checkpoint, and is compared.
+    """
     found = {name: value for name, value in plain(run).items() if name not in _MAY_CHANGE}
+    found["data"] = found["data"] | {"source": _without_places(found["data"]["source"])}
     said = lambda entry: {k: v for k, v in entry.items() if v is not None and k not in _MAY_CHANGE}
     return found | {"lengths": [said(entry) for entry in found["lengths"]]}
+
+
+def _without_places(source: dict[str, Any]) -> dict[str, Any]:
+    """A source of tokens, or a part of one, without where its stores are. Whether it has a validation set is left."""
+    found = {name: value for name, value in source.items() if name != "path"}
+    if "validation" in found:
+        found["validation"] = None if found["validation"] is None else "a store"
+    return found | ({"parts": [_without_places(part) for part in found["parts"]]} if "parts" in found else {})
 
 
 @contextlib.contextmanager

@@ -154,7 +154,12 @@ def check_text(identities: dict[str, dict]) -> None:
             name = next(name for name in first if other.get(name) != first[name])
             raise UserError(
                 "All processes of a run must read the same tokens.",
-                seen=f"different tokens in process {number} than in process 0" + (f", of {name}" if name else ""),
+                seen=f"different tokens in process {number} than in process 0{_of(name)}",
                 where=f"process {number}",
                 fix="use one store that all of them share, or copies of it",
             )
+
+
+def _of(name: str) -> str:
+    """Words for a store by its name: that of a part, `/` and that of a validation set, or nothing."""
+    return f", of the validation set {name[1:]}" if name.startswith("/") else f", of {name}" if name else ""
