@@ -1,10 +1,13 @@
 """The user's cache folder, and files that exist whole or not at all."""
 
+import contextlib
 import errno
 import functools
 import json
 import os
 import re
+import shlex
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +31,21 @@ def check_utf8(text: str, rule: str, where: str, fix: str = "write it in UTF-8")
         raise UserError(rule, seen=repr(text), where=where, fix=fix) from None
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Within it, an error of the system names a file: one about a file that is open does not say which it is."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file that exists whole or not at all: under another name first, then renamed."""
     part = path.with_name(f".{path.name}.part")
     try:
-        with open(part, "w", encoding="utf-8") as file:
+        with naming(path), open(part, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -40,6 +53,15 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def typed(path: Path) -> str:
+    """A path as one types it in a shell, as an argument and not an option of a command.
+
+    >>> typed(Path("-my run")), typed(Path("runs/a"))
+    ("'./-my run'", 'runs/a')
+    """
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 def write_json(path: Path, value: object) -> None:

@@ -198,7 +198,7 @@ def lost_mount(case: Case) -> str:
     if gone:
         case.run.unlink()
         aside.rename(case.run)
-    case.expect(end, (DONE, WRONG, STOPPED), "can be")
+    case.expect(end, (DONE, WRONG, STOPPED), "must be")
     return {DONE: "had ended", WRONG: "refused in one message"}.get(end.code, "stopped in one message")
 
 

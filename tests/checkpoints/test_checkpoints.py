@@ -1,6 +1,7 @@
 """Checkpoints are whole or absent, come back to the bit on any mesh, and damage is found."""
 
 import json
+import shutil
 import threading
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import trellis
+from trellis.checkpoints import checkpoints as checkpoints_module
 from trellis.checkpoints.checkpoints import MANIFEST, Checkpoints, finished_steps
 from trellis.checkpoints.manifest import own_checksum
 from trellis.errors import UserError
@@ -106,6 +108,18 @@ def test_one_layer_can_be_read_alone(tmp_path, wide):
     assert stored.chunk_layout.read_chunk.shape == (1, 4, 4), "a device's part of a layer"
 
 
+def test_a_folder_may_have_any_name_but_one_in_which_a_slash_is_seen(tmp_path, wide):
+    state = state_on(wide)
+    with Checkpoints(tmp_path / "50% of #3?" / "a%41b") as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        same(checkpoints.restore(abstract(state)).state, state)
+        np.testing.assert_array_equal(checkpoints.read(1, "params.table"), values(state["params"]["table"])[0])
+    with pytest.raises(UserError, match="The path of a run's folder must contain no backslash") as error:
+        Checkpoints(tmp_path / "a\\b" / "checkpoints")
+    assert error.value.fix == "rename it, or use another --run-dir"
+
+
 def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path, wide):
     state = {"w": put(wide, P("data", "model"), np.ones((512, 512), np.float32))}
     burn = jax.jit(lambda s: jax.tree.map(lambda x: x * 3 + 1, s), donate_argnums=0)
@@ -135,7 +149,9 @@ def test_what_was_left_unfinished_is_removed(tmp_path, wide):
         for step in (1, 2):
             checkpoints.save(step, state)
     (tmp_path / "step-00000002" / "manifest.json").unlink()
-    with Checkpoints(tmp_path) as checkpoints:
+    lines = []
+    with Checkpoints(tmp_path, report=lines.append) as checkpoints:
+        assert lines == ["checkpoint step-00000002 was cut off before it was finished, and is removed"]
         assert checkpoints.steps() == [1]
         assert not (tmp_path / "step-00000002").exists()
         assert checkpoints.restore(abstract(state)).step == 1
@@ -164,8 +180,9 @@ def largest(folder):
             ),
             "manifest.json has changed since it was written (checksum)",
         ),
+        (lambda f: shutil.copytree(f.with_name("step-00000001"), f, dirs_exist_ok=True), "is that of step-00000001"),
     ],
-    ids=["a bit", "cut short", "gone", "manifest cut", "manifest changed"],
+    ids=["a bit", "cut short", "gone", "manifest cut", "manifest changed", "of another step"],
 )
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path, wide, harm, words):
     state, lines = state_on(wide), []
@@ -181,6 +198,37 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path, w
     assert len(lines) == 1 and words in lines[0]
     assert lines[0].startswith("checkpoint step-00000002 is damaged and is set aside as damaged-step-00000002: ")
     assert (tmp_path / "damaged-step-00000002").is_dir()
+
+
+@pytest.mark.parametrize("gone", ["before it is verified", "before it is read"])
+def test_a_checkpoint_that_its_run_removes_is_not_damaged(tmp_path, wide, monkeypatch, gone):
+    state, lines = state_on(wide), []
+    with Checkpoints(tmp_path, keep_latest=1) as training:
+        training.save(1, state)
+        training.wait()
+        reading = Checkpoints(tmp_path, read_only=True, report=lines.append)
+        name = "_verify_together" if gone == "before it is verified" else "check_names"
+        whole, removals = getattr(checkpoints_module, name), [2]
+
+        def as_the_run_goes_on(*given):
+            if removals:
+                training.save(removals.pop(), state)
+                training.wait()
+            return whole(*given)
+
+        monkeypatch.setattr(checkpoints_module, name, as_the_run_goes_on)
+        assert reading.restore(abstract(state)).step == 2, "the newest is looked for again"
+        removals.append(3)
+        with pytest.raises(UserError, match="A run must keep a checkpoint for as long as it is read") as error:
+            reading.restore(abstract(state), step=2)
+        assert error.value.seen == "step-00000002, which the run has removed since, as it trains on"
+        removals.extend((6, 5, 4))
+        with pytest.raises(UserError, match="A run must keep a checkpoint for as long as it is read"):
+            reading.restore(abstract(state))
+        with pytest.raises(UserError, match="A run must keep a checkpoint for as long as it is read"):
+            reading.read(2, "params.table")
+        reading.close()
+    assert not lines, "nothing is damaged"
 
 
 def test_all_damaged_is_an_error(tmp_path, wide):

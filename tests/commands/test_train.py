@@ -231,6 +231,15 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, tmp_path, capsys)
                 "leave it out, or use --steps 5 for more steps",
             ],
         ),
+        (
+            ("--run-dir", ""),
+            [
+                "A run's folder must have a name.",
+                "no letter",
+                "--run-dir",
+                "name one, or leave the option out for a new one: runs/NAME-DATE",
+            ],
+        ),
     ],
 )
 def test_what_a_run_cannot_be_is_said_in_four_parts(run_file, tmp_path, capsys, monkeypatch, options, message):

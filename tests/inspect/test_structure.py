@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 
 import trellis as tr
 from tests.proof.mutations import ELSEWHERE, mutations
+from trellis.checkpoints.checkpoints import LastGood
 from trellis.inspect import Ledger, Row, ledger, structure_of
 from trellis.inspect.copies import Apart
 from trellis.inspect.groups import axes_of
@@ -273,7 +274,7 @@ def test_a_run_tells_a_fault_and_keeps_the_program(tmp_path):
     assembled.at = lambda step: assembled  # one length of the sequences
     check = StructureCheck(assembled, Ledger(ROWS, dict(MESH.shape)), tmp_path)
     program = lambda text: SimpleNamespace(as_text=lambda: text)
-    last_good = lambda: "last good checkpoint: here"
+    last_good = lambda: LastGood("last good checkpoint: here", "run the same command again")
     told = check(program(PROGRAM), 0, last_good)
     assert told.startswith("matched  2 of 2 rows of the ledger are in the 2 collectives of the compiled program (")
     assert check.found[0]["right"] and not (tmp_path / "compiled.hlo").exists()

@@ -14,6 +14,7 @@ from trellis.errors import UserError
 from trellis.pages.compare import MOST_RUNS, curves, differences, page, text
 from trellis.pages.read import read_folder
 from trellis.pages.serve import serve
+from trellis.run.folder import alone
 
 
 def make(folder: Path, *, rate: float, steps: int, tokens: int, seconds: float, ended: bool = True) -> Path:
@@ -126,11 +127,21 @@ def test_a_run_is_served_while_it_trains(tmp_path):
     with serve(folder, host="127.0.0.1", port=0, every=7) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}/"
-        assert "no step yet" in get(url) and 'content="7"' in get(url)
+        assert "<pre>no step yet</pre>" in get(url) and 'content="7"' in get(url)
+        with alone(folder):
+            assert "<pre>no step yet</pre>" in get(url)
+        assert "<pre>no step yet, and no process trains here</pre>" in get(url)
+        (folder / ".lock").unlink()
         folder.rmdir()
         assert f"{folder} is no longer a folder" in get(url) and 'content="7"' in get(url)
         make(folder, rate=0.1, steps=10, tokens=100, seconds=2.0, ended=False)
         assert "training" in get(url) and 'http-equiv="refresh" content="7"' in get(url)
+        with alone(folder):
+            assert "training" in get(url) and "refresh" in get(url)
+        assert '"chip killed"' in get(url) and "refresh" not in get(url)
+        (folder / "about.json").write_text("{")
+        assert "The file about a run must be valid JSON." in get(url) and str(folder / "about.json") in get(url)
+        (folder / "about.json").unlink()
         (folder / "timeline.jsonl").write_text('{"time": 9, "event": "finished", "step": 10}\n')
         assert "refresh" not in get(url), "a page that stays as it is is not read again"
         with pytest.raises(urllib.error.HTTPError, match="404"):

@@ -1,8 +1,11 @@
 """A run's folder holds one run, and its corpus is what its configuration says."""
 
 import dataclasses
+import fcntl
 import os
 import re
+import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,7 +18,7 @@ from trellis.optim import AdamW
 from trellis.recipes import tiny
 from trellis.run.config import Evaluation
 from trellis.run.data import Data, MixturePart, MixtureSource, PartWeight, StoreSource
-from trellis.run.folder import alone, check_path, claim, new_folder, open_run, unchanged_if_refused
+from trellis.run.folder import alone, check_path, claim, new_folder, open_run, unchanged_if_refused, was_left
 from trellis.train.assemble import layout_of
 from trellis.train.corpus import open_corpus
 
@@ -45,6 +48,21 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     assert error.value.where == str(tmp_path / "run.yaml")
     assert error.value.fix == (f"use another --run-dir, or resume what is there: trellis train {tmp_path}")
     assert open_run(tmp_path) == tiny()
+
+
+def test_stores_may_have_moved_and_nothing_else_of_the_data(tmp_path):
+    part = lambda name, where: MixturePart(name=name, path=f"{where}/a", validation=f"{where}/b", weight=0.3)
+    mixed = lambda *parts: dataclasses.replace(
+        tiny(), data=dataclasses.replace(tiny().data, source=MixtureSource(parts=parts))
+    )
+    claim(tmp_path, mixed(part("web", "here"), part("code", "there")))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    web, code = part("web", "elsewhere"), part("code", "there")
+    claim(tmp_path, mixed(web, code))
+    assert open_run(tmp_path).data.source.parts == (web, code)
+    for other in (dataclasses.replace(web, validation=None), dataclasses.replace(web, weight=0.5)):
+        with pytest.raises(UserError, match="A run folder holds one run"):
+            claim(tmp_path, mixed(other, code))
 
 
 def test_a_part_that_differs_is_named(tmp_path):
@@ -87,6 +105,17 @@ def test_going_on_that_is_refused_leaves_the_run_as_it_was(tmp_path):
     assert open_run(tmp_path) == longer
 
 
+def test_a_process_that_writes_nothing_tells_the_same_of_a_refusal(tmp_path):
+    claim(tmp_path, tiny())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    mistake = UserError("split evenly", seen="8 over 3", where="batch_size", fix="use --batch_size 9")
+    with pytest.raises(UserError) as error, unchanged_if_refused(tmp_path, write=False):
+        (tmp_path / "run.yaml").write_text("what the first process wrote")
+        raise mistake
+    assert error.value.fix.endswith("a resumed run keeps its batch_size")
+    assert (tmp_path / "run.yaml").read_text() == "what the first process wrote"
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_batch_that_does_not_divide_is_mended_by_the_mesh_where_a_run_goes_on(begun, tmp_path):
     claim(tmp_path, tiny())
@@ -115,11 +144,63 @@ def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path):
         assert error.value.seen == repr(str(folder)) and error.value.fix == "rename it, or use another --run-dir"
 
 
+def test_a_folder_with_a_backslash_is_refused(tmp_path):
+    for opened in (check_path, open_run):
+        with pytest.raises(UserError, match="The path of a run's folder must contain no backslash") as error:
+            opened(tmp_path / "a\\b")
+        assert error.value.seen == str(tmp_path / "a\\b")
+
+
+def test_a_folder_that_begins_like_an_option_is_named_so_that_a_shell_finds_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    claim(folder := Path("-my run"), tiny())
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match="A run folder holds one run") as error:
+        claim(folder, dataclasses.replace(tiny(), seed=1))
+    assert error.value.fix.endswith("resume what is there: trellis train './-my run'")
+
+
 def test_what_is_no_run_is_refused(tmp_path):
     for folder, seen in ((tmp_path, "no run.yaml"), (tmp_path / "absent", "no such folder")):
         with pytest.raises(UserError, match=r"A run's folder must contain run\.yaml") as error:
             open_run(folder)
         assert (error.value.seen, error.value.where) == (seen, str(folder))
+
+
+def test_a_folder_is_left_when_its_process_ends(tmp_path):
+    assert not was_left(tmp_path), "nobody trained there"
+    with alone(tmp_path):
+        assert not was_left(tmp_path)
+        with pytest.raises(UserError, match="Only one process"), alone(tmp_path):
+            pass
+        assert not was_left(tmp_path)
+    assert was_left(tmp_path)
+    (tmp_path / ".lock").write_text("another-machine")
+    assert not was_left(tmp_path), "a machine does not see all locks of others"
+
+
+def test_looking_at_a_folder_keeps_nobody_from_training(tmp_path, monkeypatch):
+    with alone(tmp_path):
+        pass
+    looking = open(tmp_path / ".lock")
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda seconds: looking.close())
+    with alone(tmp_path):
+        assert looking.closed and not was_left(tmp_path)
+
+
+def test_a_file_system_without_locks_is_told_and_trained_in(tmp_path, monkeypatch, capsys):
+    def none(file, how):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with alone(tmp_path):
+        pass
+    assert not was_left(tmp_path)
+    assert capsys.readouterr().err == (
+        "WARNING: nothing keeps a second process from training in this folder: its file system has no locks "
+        "([Errno 38] Function not implemented)\n"
+    )
 
 
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.train.small import GOOD
 from trellis.checkpoints.entries import entries, rebuild
 from trellis.run.config import GuardRule, Run
 from trellis.train.assemble import Assembled, assemble
@@ -58,7 +59,7 @@ def flip_each(assembled: Assembled) -> tuple[int, int]:
         def check(state, batch, read=batch):
             tables = guard.digests(state, batch, 4, save=False, again=lambda: read)
             arrays = {n: np.asarray(a) for n, a in tables.items()}
-            guard.check(arrays, 4, lambda: "last good checkpoint: c")
+            guard.check(arrays, 4, lambda: GOOD)
 
         check(state, batch)  # no false alarm
         found, alone = 0, 0

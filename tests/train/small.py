@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from tests.train.forks import Forked, start
+from trellis.checkpoints.checkpoints import LastGood
 from trellis.commands import line
 from trellis.data import FileSource, find_files, tokenize
 from trellis.train.trackers import read_lines
@@ -20,6 +21,7 @@ checkpoints: {{every: 3}}
 evaluation: {{every: 3, batches: 2}}
 logging: {{every: 1}}
 """
+GOOD = LastGood("last good checkpoint: c", "run the same command again, which continues after that checkpoint")
 VOCAB = 257  # a prime: no mesh divides it
 
 

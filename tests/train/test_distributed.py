@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.train import forks
+from tests.train.small import GOOD
 from trellis.errors import UserError
 from trellis.train.distributed import detect, initialize
 from trellis.train.stopping import RunStopped, explain
@@ -93,15 +94,15 @@ def test_a_lost_process_is_told_apart_from_an_error_of_its_own(monkeypatch):
 
     lost = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllReduce failed: Connection reset by peer\nmore")
     own = jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes")
-    assert explain(lost, "x") is lost, "one process has no peers"
+    assert explain(lost, GOOD) is lost, "one process has no peers"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    told = explain(lost, "last good checkpoint: c")
+    told = explain(lost, GOOD)
     assert isinstance(told, RunStopped) and told.exit_code == 3
     assert told.rule == "All processes of a run must keep running."
     assert told.seen == "process 0 of 2 lost another process: UNKNOWN: Gloo AllReduce failed: Connection reset by peer"
     assert told.where == "last good checkpoint: c"
     assert told.fix == "check the other processes' output, then start them all again"
-    assert explain(own, "x") is own
+    assert explain(own, GOOD) is own
 
 
 def test_a_process_lost_while_a_checkpoint_is_written_is_found_behind_the_timeout_of_who_waited(monkeypatch):
@@ -111,13 +112,13 @@ def test_a_process_lost_while_a_checkpoint_is_written_is_found_behind_the_timeou
     waited = TimeoutError("Timed out while waiting for async_write_complete barrier.")
     waited.__cause__ = barrier
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    told = explain(waited, "last good checkpoint: c")
+    told = explain(waited, GOOD)
     assert isinstance(told, RunStopped) and told.where == "last good checkpoint: c"
     assert (
         told.seen == "process 0 of 2 lost another process: INTERNAL: Barrier failed because: Task 1 heartbeat timeout."
     )
     alone = TimeoutError("Timed out")
-    assert explain(alone, "x") is alone
+    assert explain(alone, GOOD) is alone
 
 
 def start(folder, *more, pause=0.03, each=None):
@@ -167,6 +168,33 @@ def test_two_processes_train_as_one_stop_as_one_and_go_on_as_one(tmp_path):
     curves = [[line["loss"] for line in lines(tmp_path / name)] for name in ("both", "one")]
     # Eight devices sum in another order than two: a few float32 roundings over some twenty steps.
     assert len(curves[0]) == made + 4 and curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupted", [(1,), (0, 1)])
+def test_an_interrupt_of_one_process_or_of_all_saves_before_all_end(tmp_path, interrupted):
+    processes = start(tmp_path, "--steps", "4000")
+    wait_for_lines(tmp_path, 8)
+    for number in interrupted:
+        processes[number].send_signal(signal.SIGINT)
+    ends = [process.communicate(timeout=120) for process in processes]
+    expected = [130 if number in interrupted else 143 for number in (0, 1)]
+    assert [process.returncode for process in processes] == expected, ends[0][1]
+    made = [json.loads(out.splitlines()[-1])["step"] for out, _ in ends]
+    assert made[0] == made[1] >= 8
+    assert (tmp_path / "checkpoints" / f"step-{made[0]:08d}" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_a_process_of_several_at_once(tmp_path):
+    processes = start(tmp_path, "--steps", "4000", pause=3.0)  # nobody looks for a signal before the next step
+    wait_for_lines(tmp_path, 1)
+    processes[1].send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    processes[1].send_signal(signal.SIGINT)
+    ends = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [3, 130], ends
+    assert not any((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.slow

@@ -169,6 +169,25 @@ def test_resuming_gives_the_same_state_and_lines_to_the_bit(tmp_path, mesh):
     assert parts.lines[-1]["tokens"] == whole.lines[-1]["tokens"] == 192
 
 
+def test_the_time_of_steps_between_a_line_and_a_checkpoint_is_kept(tmp_path, mesh):
+    rare = dataclasses.replace(EVERY, steps=12, logging=dataclasses.replace(EVERY.logging, every=6))
+    assembled, feed = toy(mesh, rare)
+    feed = dataclasses.replace(feed, evaluate=None)
+
+    def batches(start):
+        for index, batch in feed.batches(start):
+            if index == 8:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield index, batch
+
+    assert train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet()).step == 9
+    manifest = json.loads((tmp_path / "checkpoints" / "step-00000009" / "manifest.json").read_text())
+    train(assembled, feed, tmp_path, progress=quiet())
+    before, after = read_lines(tmp_path / "metrics.jsonl")[-2:]
+    assert (before["step"], after["step"]) == (6, 12)
+    assert after["seconds"] > manifest["data"]["seconds"] > 0, "steps 7 to 9, and then 10 to 12"
+
+
 @pytest.mark.slow
 def test_resuming_on_another_mesh_goes_on_along_the_same_curve(tmp_path, mesh):
     train(*toy(mesh, EVERY), tmp_path / "whole", progress=quiet())

@@ -81,6 +81,14 @@ def test_rates_are_over_the_steps_since_the_line_before():
     assert (line["seconds"], line["step_seconds"]) == (0.25, 0.625)
 
 
+def test_the_seconds_before_a_resume_are_in_the_line_after_it():
+    meter = Meter(tokens=300, spent=2.5)
+    meter.add(record(4, 0.0, 1.0), 100)
+    assert meter.spent == 3.5, "which a checkpoint has that is saved now"
+    line = meter.line(record(4, 0.0, 1.0))
+    assert (line["seconds"], line["step_seconds"], meter.spent) == (3.5, 1.0, 0.0)
+
+
 def test_rates_begin_anew_where_a_token_costs_something_else():
     meter = Meter(tokens=0, work=Work(flops_per_token=10.0, peak_flops=4000.0))
     meter.add(record(1, 0.0, 8.0), 100)
@@ -126,6 +134,14 @@ def test_a_resumed_run_cuts_the_lines_past_its_step(tmp_path):
     assert read_lines(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": None}]
     JsonLines(path).close()
     assert read_lines(path) == [], "a run that begins anew keeps nothing"
+
+
+def test_a_run_that_had_ended_has_its_sample_once(tmp_path):
+    for text in ("a sample", "a sample", "another"):
+        tracker = JsonLines(tmp_path / "metrics.jsonl", step=20)
+        tracker.text("sample", 20, text)
+        tracker.close()
+    assert [line["text"] for line in read_lines(tmp_path / "samples.jsonl", str)] == ["a sample", "another"]
 
 
 @pytest.mark.parametrize("broken", ["not json", "[]", '{"loss": 1.0}', '{"step": 2, "loss": "NaN"}'])

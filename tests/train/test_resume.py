@@ -5,6 +5,7 @@ mesh: the losses of these few steps stay within 1e-4 of one device's.
 """
 
 import json
+import shutil
 import socket
 
 import jax
@@ -78,6 +79,25 @@ def test_fsdp_to_tensor_and_back_to_one(run_file, one_device, tmp_path, capsys):
     with open(tmp_path / "checkpoints" / "step-00000006" / "manifest.json") as file:
         rows = json.load(file)["entries"]["model/embedding"]["shape"][0]
     assert rows == 258
+
+
+def test_stores_that_moved_are_read_where_they_are(run_file, one_device, tmp_path, capsys):
+    """With the same tokens; others are refused, also those of validation."""
+    first, then = tmp_path / "first", tmp_path / "then"
+    shutil.copytree(run_file.parent, first)
+    words = ("--run-dir", tmp_path / "run", "--steps", 8, *SINGLE)
+    at = lambda train, validation: ("--data.source.path", train, "--data.source.validation", validation)
+    finish("train", run_file, "--until", 3, *words, *at(first / "train", first / "validation"))
+    first.rename(then)
+    code, _, err = trellis(capsys, "train", tmp_path / "run")
+    assert code == 2 and f"no such folder\n  where: {first / 'train'}\n" in err
+    for train, validation, where in (("validation", "validation", "validation"), ("train", "train", "train")):
+        code, _, err = trellis(capsys, "train", tmp_path / "run", *at(then / train, then / validation))
+        assert code == 2 and "A resumed run must read the same tokens as before." in err
+        assert f"\n  where: {then / where}\n" in err
+    assert open_run(tmp_path / "run").data.source.path == str(first / "train"), "what is refused changes nothing"
+    finish("train", tmp_path / "run", *at(then / "train", then / "validation"))
+    assert curve(tmp_path / "run") == pytest.approx(curve(one_device), rel=1e-4)
 
 
 def test_what_was_padded_for_a_mesh_is_cut_off_on_export(run_file, tmp_path, capsys):

@@ -18,8 +18,9 @@ from trellis.data.store.identity import check_identities, identity
 from trellis.errors import UserError
 from trellis.optim import AdamW
 from trellis.recipes import tiny
+from trellis.run.folder import alone
 from trellis.train.distributed import initialize
-from trellis.train.together import check_alike, check_devices, check_folder, check_text
+from trellis.train.together import alone_together, check_alike, check_devices, check_folder, check_text
 
 
 def checks(process: int, folder: Path) -> list:
@@ -32,7 +33,9 @@ def checks(process: int, folder: Path) -> list:
         lambda: check_text(own[0]),
         lambda: check_folder(folder / str(process), wait=0.2),
         lambda: check_alike(other),
+        lambda: check_alike(tiny(), until=5 if process else None),
         lambda: check_text(own[process]),
+        lambda: alone_together(folder / "held").__enter__(),
     ]
     if process == 0:
         (folder / "0").mkdir()
@@ -50,8 +53,9 @@ def test_all_processes_are_told_what_differs(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    processes = [forks.start("tests.train.test_together", address, tmp_path, i) for i in (0, 1)]
-    found = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+    with alone(tmp_path / "held"):
+        processes = [forks.start("tests.train.test_together", address, tmp_path, i) for i in (0, 1)]
+        found = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
     told = [
         None,
         None,
@@ -67,13 +71,23 @@ def test_all_processes_are_told_what_differs(tmp_path):
             "process 1",
         ],
         [
+            "All processes of a run must be started with the same options.",
+            "until: null in process 0, 5 in process 1",
+            "process 1",
+        ],
+        [
             "All processes of a run must read the same tokens.",
             "different tokens in process 1 than in process 0",
             "process 1",
         ],
+        [
+            "Only one process at a time can train in a run's folder.",
+            "another process, which is still training",
+            str(tmp_path / "held"),
+        ],
     ]
     assert found == [told, told]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0"] and not any((tmp_path / "0").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "held"] and not any((tmp_path / "0").iterdir())
 
 
 def test_processes_have_as_many_devices(monkeypatch):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.train.small import GOOD
 from tests.train.test_distributed import lines, start, wait_for_lines
 from trellis.run.config import DeadlineRule
 from trellis.train import watchdog
@@ -30,7 +31,7 @@ def record(step: int, seconds: float) -> Record:
 def watched(folder, factor=3.0, **more) -> Watchdog:
     """A watchdog of four steps, each of a tenth of a second."""
     rule = DeadlineRule(factor=factor, seconds=1.0)
-    dog = Watchdog(rule, folder, lambda: "last good checkpoint: c", **more)
+    dog = Watchdog(rule, folder, lambda: GOOD, **more)
     for step in (5, 6, 7, 8):
         dog.finished(record(step, 90.0 if step == 5 else 0.1))
     return dog
@@ -43,7 +44,7 @@ def test_a_deadline_is_a_multiple_of_the_median_and_no_less_than_some_seconds(tm
         dog.finished(record(step, 2.0))
     assert dog.deadline == 6.0
     dog.close()
-    assert Watchdog(DeadlineRule(factor=None), tmp_path, str).deadline is None
+    assert Watchdog(DeadlineRule(factor=None), tmp_path, lambda: GOOD).deadline is None
     assert not (tmp_path / "watch").exists()
 
 
@@ -71,7 +72,7 @@ def test_a_late_step_ends_the_process_with_its_stacks(tmp_path, ended):
     assert error.seen.startswith("step 9 after 1") and "where the median is 0.1 s and the deadline 1 s" in error.seen
     assert error.seen.endswith("process 0 of 1 waits for the batch of step 9")
     assert error.where == f"last good checkpoint: c; Python stacks: {tmp_path / 'watch'}"
-    assert "--deadline.factor or --deadline.seconds" in error.fix
+    assert error.fix.startswith(f"check the stacks, then {GOOD.again}; raise --deadline.factor or --deadline.seconds")
     assert "test_a_late_step_ends_the_process" in (tmp_path / "watch" / "stacks-0.txt").read_text()
 
 
@@ -88,7 +89,7 @@ def test_what_is_no_step_has_ten_deadlines_and_steps_that_come_none_to_pass(tmp_
 
 
 def test_who_is_behind(tmp_path):
-    dog = Watchdog(DeadlineRule(factor=None), tmp_path, str, first_collective="the all-gather along data")
+    dog = Watchdog(DeadlineRule(factor=None), tmp_path, lambda: GOOD, first_collective="the all-gather along data")
     dog._processes = 3
     state = lambda ticks, dispatched, doing: {
         "ticks": ticks, "dispatched": dispatched, "doing": doing, "host": f"n{dispatched}"
@@ -108,7 +109,7 @@ def test_who_is_behind(tmp_path):
 
 def test_processes_that_devices_wait_for_are_named_once(tmp_path):
     noted = []
-    dog = Watchdog(DeadlineRule(factor=None), tmp_path, str, noted=lambda *told: noted.append(told))
+    dog = Watchdog(DeadlineRule(factor=None), tmp_path, lambda: GOOD, noted=lambda *told: noted.append(told))
     state = lambda idle: {"pace": 0.5, "idle": idle, "host": "n7"}
     states = {0: state(0.0), 1: state(0.2), 2: state(0.01), 3: {}}
     for _ in range(2):

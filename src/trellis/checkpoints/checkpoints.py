@@ -5,13 +5,14 @@ process), a copy of `run.yaml`, the checksums of every process, and `manifest.js
 without a manifest is not a checkpoint: a later start removes it.
 """
 
+import contextlib
 import functools
 import logging
 import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,17 @@ from trellis.checkpoints.matching import check_fit, check_names, clear_padding
 from trellis.checkpoints.room import NoRoom, explained, tell_once
 from trellis.errors import UserError
 from trellis.mesh.meshes import sharding_of
+from trellis.run.folder import check_path
 
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+# How often the newest checkpoint of a run that is training is looked for, if the run removes those that are being read.
+_TRIES = 3
+
+
+class RemovedCheckpoint(UserError):
+    """A run that is training removed a checkpoint while it was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +65,33 @@ def finished_steps(folder: Path) -> list[int]:
     return sorted(int(m[1]) for m in found if m and (folder / m[0] / MANIFEST).exists())
 
 
-def told_of_last_good(folder: Path) -> str:
-    """Words that name the newest finished checkpoint in a folder, for the message about what ended a run."""
+@dataclass(frozen=True, slots=True)
+class LastGood:
+    """Words about the newest finished checkpoint, for the message about what ended a run.
+
+    Attributes:
+        where: names it, or says that there is none.
+        again: the end of a fix, with what the same command does then.
+    """
+
+    where: str
+    again: str
+
+    def __str__(self) -> str:
+        return self.where
+
+
+def told_of_last_good(folder: Path) -> LastGood:
+    """Words about the newest finished checkpoint in a folder."""
+    again = "run the same command again, which"
     if not folder.is_dir():
-        return f"the checkpoints in {folder}, which is not there now"
+        where = f"the checkpoints in {folder}, which is not there now"
+        return LastGood(where, f"{again} continues after the newest of them, if there is one")
     steps = finished_steps(folder)
-    return f"last good checkpoint: {folder / _folder_of(steps[-1])}" if steps else "no checkpoint was written yet"
+    if not steps:
+        return LastGood("no checkpoint was written yet", f"{again} starts over")
+    where = f"last good checkpoint: {folder / _folder_of(steps[-1])}"
+    return LastGood(where, f"{again} continues after that checkpoint")
 
 
 def _folder_of(step: int) -> str:
@@ -103,6 +134,7 @@ class Checkpoints:
                 where="checkpoints.keep_latest",
                 fix="use 1 or more",
             )
+        check_path(Path(folder))
         self.folder = Path(folder).absolute()
         self._keep_latest, self._keep_every = keep_latest, keep_every
         self._copy, self._timeout, self._read_only, self._host_bytes = copy, timeout, read_only, host_bytes
@@ -216,9 +248,21 @@ class Checkpoints:
             The state, its step and data position; None if there is no checkpoint.
 
         Raises:
-            UserError: a checkpoint does not fit the target, the requested one is absent, all are damaged, or the target
-                does not give the sharding of its arrays.
+            UserError: a checkpoint does not fit the target, the requested one is absent, all are damaged, the target
+                does not give the sharding of its arrays, or a run that is training removes what is read.
         """
+        arguments = (target, step, partial, dict(resizable or {}), verify)
+        for _ in range(_TRIES - 1):
+            try:
+                return self._restore(*arguments)
+            except RemovedCheckpoint:
+                if step is not None:
+                    raise
+        return self._restore(*arguments)
+
+    def _restore(
+        self, target: Any, step: int | None, partial: bool, resizable: dict[str, int], verify: bool
+    ) -> Restored | None:
         known = self.steps()
         wanted, damage = known[::-1] if step is None else [s for s in known if s == step], None
         if step is not None and not wanted:
@@ -230,9 +274,12 @@ class Checkpoints:
             )
         for candidate in wanted:
             folder = self.path(candidate)
-            manifest, damage = _verify_together(folder) if verify else (read_manifest(folder), None)
-            if damage is None:
-                return self._read(folder, manifest, target, partial, dict(resizable or {}))
+            with self._kept(folder):
+                manifest, damage = _verify_together(folder) if verify else (read_manifest(folder), None)
+                if damage is None:
+                    return self._read(folder, manifest, target, partial, resizable)
+            if self._is_removed(folder):
+                raise _removed(folder)
             if step is None:
                 self._set_aside(folder, damage)
         aside = sorted(path.name for path in self.folder.glob("damaged-step-*"))
@@ -257,9 +304,25 @@ class Checkpoints:
         """
         import tensorstore
 
-        base = {"driver": "ocdbt", "base": f"file://{self.path(step)}/state/", "path": f"{name.replace('.', '/')}/"}
-        stored = tensorstore.open({"driver": "zarr", "kvstore": base}, read=True).result()
-        return (stored if layer is None else stored[layer]).read().result()
+        state = {"driver": "file", "path": f"{self.path(step)}/state/"}  # a URL would have some characters escaped
+        base = {"driver": "ocdbt", "base": state, "path": f"{name.replace('.', '/')}/"}
+        with self._kept(self.path(step)):
+            stored = tensorstore.open({"driver": "zarr", "kvstore": base}, read=True).result()
+            return (stored if layer is None else stored[layer]).read().result()
+
+    def _is_removed(self, folder: Path) -> bool:
+        """Whether a checkpoint was there, and a run that is training has removed it since: its manifest goes first."""
+        return self._read_only and not (folder / MANIFEST).exists()
+
+    @contextlib.contextmanager
+    def _kept(self, folder: Path) -> Generator[None]:
+        """Within it, what fails because a run removes a checkpoint is told as that."""
+        try:
+            yield
+        except Exception as error:
+            if self._is_removed(folder):
+                raise _removed(folder) from error
+            raise
 
     def _read(self, folder: Path, manifest: dict, target: Any, partial: bool, resizable: dict[str, int]) -> Restored:
         ocp = _orbax()
@@ -309,6 +372,7 @@ class Checkpoints:
     def _remove_unfinished(self) -> None:
         for path in self.folder.iterdir():
             if _NAME.fullmatch(path.name) and not (path / MANIFEST).exists():
+                self._report(f"checkpoint {path.name} was cut off before it was finished, and is removed")
                 shutil.rmtree(path)
 
     def _set_aside(self, folder: Path, damage: str) -> None:
@@ -356,6 +420,15 @@ def _try_to_write(folder: Path) -> None:
     probe.unlink()
 
 
+def _removed(folder: Path) -> RemovedCheckpoint:
+    return RemovedCheckpoint(
+        "A run must keep a checkpoint for as long as it is read.",
+        seen=f"{folder.name}, which the run has removed since, as it trains on",
+        where=str(folder.parent),
+        fix="try again; or let the run save less often or keep more: checkpoints.every, keep_latest, keep_every",
+    )
+
+
 def _barrier(name: str) -> None:
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
@@ -368,6 +441,8 @@ def _verify_together(folder: Path) -> tuple[dict, str | None]:
     manifest, damage = {}, None
     try:
         manifest = read_manifest(folder)
+        if folder.name != (name := _folder_of(manifest["step"])):
+            raise DamagedCheckpoint(f"{folder / MANIFEST} is that of {name}")
         verify(folder, manifest, share=jax.process_index(), of=jax.process_count())
     except DamagedCheckpoint as error:
         damage = str(error)

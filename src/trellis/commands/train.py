@@ -1,9 +1,7 @@
 """`trellis train`."""
 
 import argparse
-import contextlib
 import dataclasses
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +11,7 @@ import jax
 
 from trellis.commands.command import Command, called, whole
 from trellis.errors import UserError
-from trellis.files import write_json
+from trellis.files import typed, write_json, write_whole
 
 if TYPE_CHECKING:
     from trellis.inspect import Ledger
@@ -35,17 +33,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """`trellis train`."""
     from trellis.checkpoints.checkpoints import finished_steps, told_of_last_good
-    from trellis.run.folder import alone, check_path, claim, has_begun, new_folder, unchanged_if_refused
+    from trellis.run.folder import check_path, claim, has_begun, new_folder, unchanged_if_refused
     from trellis.run.unheeded import check_given
     from trellis.train.choices import as_it_began, choose
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
     from trellis.train.distributed import initialize, is_first
     from trellis.train.stopping import left_alone
-    from trellis.train.together import check_alike, check_devices, check_folder
+    from trellis.train.together import alone_together, check_alike, check_devices, check_folder
 
     run: Run = args.run
     check_given(run, args.given)
+    if args.run_dir == "":
+        fix = "name one, or leave the option out for a new one: runs/NAME-DATE"
+        raise UserError("A run's folder must have a name.", seen="no letter", where="--run-dir", fix=fix)
     several = run.distributed
     use_persistent_cache()
     initialize(coordinator=several.coordinator, processes=several.processes, process=several.process)
@@ -79,19 +80,16 @@ def execute(args: argparse.Namespace) -> int:
             fix=f"leave it out, or use --steps {args.until} for more steps",
         )
     done = lambda: max(finished_steps(folder / "checkpoints"), default=0)
-    with (
-        alone(folder) if is_first() else contextlib.nullcontext(),
-        left_alone(lambda: told_of_last_good(folder / "checkpoints")),
-    ):
-        check_devices()
+    check_devices()
+    with left_alone(lambda: told_of_last_good(folder / "checkpoints")), alone_together(folder):
         check_folder(folder)
-        check_alike(run)
+        check_alike(run, until=args.until)
         if not has_begun(folder):
             chosen = choose(run, devices, tell=lambda text: print(text, flush=True))
             if chosen.devices != run.devices:
                 devices = devices[: chosen.devices]
             run = chosen
-        with unchanged_if_refused(folder) if is_first() else contextlib.nullcontext():
+        with unchanged_if_refused(folder, write=is_first()):
             changed = _changed(folder, run, done())
             claim(folder, run, done=done(), write=is_first())
             for line in changed if is_first() else ():
@@ -103,9 +101,9 @@ def execute(args: argparse.Namespace) -> int:
                     _report(folder)
         if is_first() and (code or args.until is not None) and done() < run.steps:
             word = "stopped" if code else "paused"  # by a signal, or by request
-            print(f"{word:<8} after step {done()}; `{called()} train {shlex.quote(str(folder))}` resumes it")
+            print(f"{word:<8} after step {done()}; `{called()} train {typed(folder)}` resumes it")
         elif code == 0 and is_first():
-            print(_NEXT.format(trellis=called(), folder=shlex.quote(str(folder))))
+            print(_NEXT.format(trellis=called(), folder=typed(folder)))
         return code
 
 
@@ -194,7 +192,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     check_state(assembled)
     corpus = open_corpus(run, progress=is_first())
     check_lasts(run, corpus)
-    text = {name: identity(store) for name, store in corpus.stores.items()}
+    text = {name: identity(store) for name, store in corpus.all_stores.items()}
     check_text(text)
     programs, memory = {}, {}
     for step, made in assembled.phases().items():
@@ -239,7 +237,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         evaluate=evaluated if corpus.validation else None,
         sample=None if corpus.tokenizer is None else sampled,
         text=text,
-        check_text=lambda before: check_identities(before, text, {n: s.url for n, s in corpus.stores.items()}),
+        check_text=lambda before: check_identities(before, text, {n: s.url for n, s in corpus.all_stores.items()}),
     )
     work, check = work_of(assembled), StructureCheck(assembled, ledger, folder)
     pace = expected_pace(assembled, work)
@@ -263,7 +261,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         write_sections(folder, found)
         if run.profile is not None:
             (folder / "profile").mkdir(exist_ok=True)
-            (folder / "profile" / "step.svg").write_text(step_svg(compiled.as_text()))
+            write_whole(folder / "profile" / "step.svg", step_svg(compiled.as_text()))
     return outcome.exit_code
 
 
@@ -276,7 +274,7 @@ def _write_ledger(folder: Path, ledgers: Mapping[int, "Ledger"], assembled: "Ass
     every = assembled.run.guard.every
     if every is not None:
         text += f"\nguard: after every {every} steps and before each checkpoint\n{Guard(assembled).ledger()}\n"
-    (folder / "ledger.txt").write_text(text)
+    write_whole(folder / "ledger.txt", text)
 
 
 def _first(ledger: "Ledger") -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trellis.errors import UserError
-from trellis.run.folder import check_path
+from trellis.run.folder import check_path, was_left
 from trellis.train.timeline import read_events
 from trellis.train.trackers import read_lines
 
@@ -23,6 +23,7 @@ class RunFolder:
         ledger: the text of `ledger.txt`.
         samples: those of `samples.jsonl`.
         events: those of `timeline.jsonl`, by time.
+        left: whether it is known that no process trains in the folder.
     """
 
     name: str
@@ -32,6 +33,7 @@ class RunFolder:
     ledger: str
     samples: list[dict[str, Any]]
     events: list[dict[str, Any]]
+    left: bool = False
 
 
 def read_folder(folder: Path) -> RunFolder:
@@ -56,6 +58,7 @@ def read_folder(folder: Path) -> RunFolder:
         ledger=_text(folder / "ledger.txt"),
         samples=read_lines(folder / "samples.jsonl", str),
         events=read_events(folder / "timeline.jsonl"),
+        left=was_left(folder),
     )
 
 

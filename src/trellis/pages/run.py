@@ -137,9 +137,9 @@ def _mfu_name(noncausal: float | None) -> str:
 
 
 def state(run: RunFolder) -> str:
-    """The state of the run: finished, paused, interrupted, stopped, or training."""
+    """The state of the run: finished, paused, interrupted, stopped; training; or killed, if it ended without a word."""
     last = run.events[-1]["event"] if run.events else ""
-    return last if last in ENDS else "training"
+    return last if last in ENDS else "killed" if run.left else "training"
 
 
 def _thin_steps(steps: list[int]) -> list[int]:

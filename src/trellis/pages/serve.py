@@ -8,6 +8,7 @@ from trellis.errors import UserError
 from trellis.figures.html import tag
 from trellis.pages.read import read_folder
 from trellis.pages.run import page, state
+from trellis.run.folder import was_left
 
 
 def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.ThreadingHTTPServer:
@@ -56,8 +57,13 @@ def _current(folder: Path, every: int) -> str:
     again = tag("meta", http_equiv="refresh", content=every)
     try:
         run = read_folder(folder)
-    except UserError:
-        said = "no step yet" if folder.is_dir() else f"{folder} is no longer a folder"
-        return f"<!doctype html><html><head>{again}</head><body>{tag('p', said)}</body></html>"
+    except UserError as error:
+        if not folder.is_dir():
+            said = f"{folder} is no longer a folder"
+        elif not (folder / "metrics.jsonl").is_file():
+            said = f"no step yet{', and no process trains here' if was_left(folder) else ''}"
+        else:
+            said = str(error)
+        return f"<!doctype html><html><head>{again}</head><body>{tag('pre', said)}</body></html>"
     text = page(run)
     return text.replace("<head>", f"<head>{again}", 1) if state(run) == "training" else text

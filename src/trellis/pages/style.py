@@ -19,7 +19,7 @@ h1{font-size:27px;line-height:1.2;margin:0;letter-spacing:-.015em;overflow-wrap:
 header p{flex-basis:100%;margin:2px 0 0;color:var(--muted)}
 .chip{font-size:12.5px;font-weight:600;padding:2px 10px;border-radius:99px;border:1px solid currentColor;
 color:var(--muted)}
-.chip.finished{color:var(--good)}.chip.stopped{color:var(--bad)}.chip:is(.interrupted,.paused){color:var(--s1)}
+.chip.finished{color:var(--good)}.chip:is(.stopped,.killed){color:var(--bad)}.chip:is(.interrupted,.paused){color:var(--s1)}
 #theme{margin-left:auto;font:inherit;font-size:13px;color:var(--muted);background:none;border:1px solid var(--line);
 border-radius:8px;padding:3px 10px;cursor:pointer}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(112px,1fr));gap:10px;margin-bottom:14px}

@@ -5,14 +5,13 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from trellis.errors import UserError, did_you_mean
-from trellis.files import load_yaml
+from trellis.files import load_yaml, typed
 from trellis.models import FAMILIES
 from trellis.run.config import Run
 from trellis.run.layouts import AXES
@@ -121,7 +120,7 @@ def run_file(target: str) -> Path:
 def _from_checkpoint(folder: Path) -> str:
     """How to recover the run.yaml of a run's folder; "" if no checkpoint has a copy of it."""
     copies = sorted(folder.glob("checkpoints/*/run.yaml"))
-    return f"copy it from a checkpoint: cp {shlex.quote(str(copies[-1]))} {shlex.quote(str(folder))}" if copies else ""
+    return f"copy it from a checkpoint: cp {typed(copies[-1])} {typed(folder)}" if copies else ""
 
 
 def _using(loaded: Loaded, named: set[str]) -> Loaded:

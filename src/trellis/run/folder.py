@@ -2,14 +2,15 @@
 
 import contextlib
 import dataclasses
-import shlex
+import platform
+import sys
 import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trellis.errors import TrellisError, UserError, shortened
-from trellis.files import check_utf8
+from trellis.files import check_utf8, typed
 from trellis.run.config import Distributed, Run
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import plain
@@ -22,6 +23,8 @@ _MAY_CHANGE = (
     "name", "steps", "mesh", "layout", "devices", "distributed", "checkpoints", "evaluation", "logging", "guard",
     "deadline", "profile", "microbatches", "cpu", "remat", "skip_nonfinite",
 )  # fmt: skip
+# How often a folder that is held is tried again, and the seconds between.
+_TRIES, _BETWEEN = 10, 0.05
 
 
 def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
@@ -35,9 +38,14 @@ def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
 
 
 def check_path(folder: Path) -> None:
-    """Refuses a folder that no run can have: its checkpoints are written and found under names in UTF-8."""
+    """Refuses a folder that no run can have: TensorStore writes and finds checkpoints under names in UTF-8, in which it
+    takes a backslash for a slash."""
     shown, fix = str(folder).encode(errors="replace").decode(), "rename it, or use another --run-dir"
     check_utf8(str(folder.absolute()), "The path of a run's folder must be valid UTF-8.", shown, fix)
+    if "\\" in str(folder.absolute()):
+        raise UserError(
+            "The path of a run's folder must contain no backslash.", seen=str(folder.absolute()), where=shown, fix=fix
+        )
 
 
 def has_begun(folder: Path) -> bool:
@@ -68,7 +76,7 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
                 "A run folder holds one run, and can only be used to resume it.",
                 seen=told_apart(before, now, "in the folder", "asked for"),
                 where=str(path),
-                fix=f"use another --run-dir, or resume what is there: trellis train {shlex.quote(str(folder))}",
+                fix=f"use another --run-dir, or resume what is there: trellis train {typed(folder)}",
             )
     if run.steps < done:
         raise UserError(
@@ -101,11 +109,15 @@ def _fields_apart(name: str, there: Any, asked: Any) -> list[tuple[str, Any, Any
 
 
 @contextlib.contextmanager
-def unchanged_if_refused(folder: Path) -> Generator[None]:
+def unchanged_if_refused(folder: Path, *, write: bool = True) -> Generator[None]:
     """Restores the `run.yaml` of a run that has begun if resuming it was refused before a step.
 
     A field that must stay as it is cannot be the fix: an error that suggests another value for one suggests another
     mesh instead.
+
+    Args:
+        folder: the run's folder.
+        write: whether this process restores the file, or only tells the same as the one that does.
     """
     path, made = folder / "run.yaml", lambda: (has_begun(folder), _size(folder / "metrics.jsonl"))
     before = made()
@@ -115,7 +127,8 @@ def unchanged_if_refused(folder: Path) -> Generator[None]:
     except TrellisError as error:
         if text is None or made() != before:
             raise
-        path.write_bytes(text)
+        if write:
+            path.write_bytes(text)
         if isinstance(error, UserError) and error.where in _STAYS and error.fix.startswith(f"use --{error.where} "):
             fix = f"use --devices or --mesh sizes that divide it: a resumed run keeps its {error.where}"
             raise UserError(error.rule, seen=error.seen, where=error.where, fix=fix) from error
@@ -127,24 +140,36 @@ def _size(path: Path) -> int:
 
 
 def _learned(run: Run) -> dict[str, Any]:
-    """The fields of a run that must stay when it is resumed; for `lengths`, what is set, without microbatches."""
+    """The fields of a run that must stay when it is resumed; for `lengths`, what is set, without microbatches.
+
+    Stores may have moved: what they hold is in each checkpoint, and is compared.
+    """
     found = {name: value for name, value in plain(run).items() if name not in _MAY_CHANGE}
+    found["data"] = found["data"] | {"source": _without_places(found["data"]["source"])}
     said = lambda entry: {k: v for k, v in entry.items() if v is not None and k not in _MAY_CHANGE}
     return found | {"lengths": [said(entry) for entry in found["lengths"]]}
+
+
+def _without_places(source: dict[str, Any]) -> dict[str, Any]:
+    """A source of tokens, or a part of one, without where its stores are. Whether it has a validation set is left."""
+    found = {name: value for name, value in source.items() if name != "path"}
+    if "validation" in found:
+        found["validation"] = None if found["validation"] is None else "a store"
+    return found | ({"parts": [_without_places(part) for part in found["parts"]]} if "parts" in found else {})
 
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Generator[None]:
     """Keeps a run's folder for this process while it trains; the system releases it when the process ends.
 
+    Whoever asks whether it `was_left` holds it for a moment.
+
     Raises:
         UserError: another process trains in the folder.
     """
-    import fcntl
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "w")
+        file = open(folder / ".lock", "a")
     except OSError as error:
         raise UserError(
             "The run's folder must be writable.",
@@ -153,16 +178,51 @@ def alone(folder: Path) -> Generator[None]:
             fix="use another --run-dir, in a folder that you can write to",
         ) from None
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                "Only one process at a time can train in a run's folder.",
-                seen="another process, which is still training",
-                where=str(folder),
-                fix="wait for it or stop it, or use another --run-dir",
-            ) from None
+        tries = _TRIES
+        while not _locked(file):
+            tries -= 1
+            if not tries:
+                raise UserError(
+                    "Only one process at a time can train in a run's folder.",
+                    seen="another process, which is still training",
+                    where=str(folder),
+                    fix="wait for it or stop it, or use another --run-dir",
+                )
+            time.sleep(_BETWEEN)
+        with contextlib.suppress(OSError):  # a full disk; what must be written will tell
+            file.truncate(0)
+            file.write(platform.node())
+            file.flush()
         yield
+
+
+def _locked(file: TextIO) -> bool:
+    """Whether this process has a lock on a file now. Some file systems of clusters have none: a line says so."""
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        told = f"nothing keeps a second process from training in this folder: its file system has no locks ({error})"
+        print(f"WARNING: {told}", file=sys.stderr, flush=True)
+    return True
+
+
+def was_left(folder: Path) -> bool:
+    """Whether a process of this machine trained in a folder, and no process does now.
+
+    Of a run on another machine it is not known, since its lock need not be seen here: then False.
+    """
+    import fcntl
+
+    try:
+        with open(folder / ".lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return file.read() == platform.node()
+    except OSError:  # held, or not there
+        return False
 
 
 def open_run(folder: Path) -> Run:

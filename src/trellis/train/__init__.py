@@ -5,7 +5,7 @@ For a loop of your own: `Checkpoints`, `Guard`, `Profiler`, `known_peak`, `use_p
 ready-made runs, and reads runs from YAML files.
 """
 
-from trellis.checkpoints.checkpoints import Checkpoints, Restored
+from trellis.checkpoints.checkpoints import Checkpoints, LastGood, Restored
 from trellis.run.config import (
     BatchSize,
     CheckpointRule,
@@ -43,6 +43,7 @@ __all__ = [
     "Evaluation",
     "Guard",
     "GuardRule",
+    "LastGood",
     "LayoutChoice",
     "Logging",
     "MeshSizes",

@@ -43,6 +43,12 @@ class Corpus:
         return dict(data.stores) if isinstance(data, Mixture) else {"": data}
 
     @property
+    def all_stores(self) -> dict[str, TokenStore]:
+        """All stores that are read: those that are trained on, and those of the validation sets by `/NAME`, which no
+        part of a mixture is called."""
+        return self.stores | {f"/{name}": each.store for name, each in self.validation.items()}
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all stores that are trained on."""
         return sum(store.num_tokens for store in self.stores.values())

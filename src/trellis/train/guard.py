@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from trellis.checkpoints.checkpoints import LastGood
 from trellis.checkpoints.entries import entries, shown
 from trellis.inspect.ledger import ledger
 from trellis.inspect.rows import Ledger
@@ -105,40 +106,40 @@ class Guard:
             found["read_again"] = digest_table(leaves, self._mesh, tuple(leaf.sharding.spec for leaf in leaves))
         return found
 
-    def check(self, arrays: dict[str, np.ndarray], step: int, last_good: Callable[[], str]) -> None:
+    def check(self, arrays: dict[str, np.ndarray], step: int, last_good: Callable[[], LastGood]) -> None:
         """Compares digests that have arrived.
 
         Args:
             arrays: what `digests` and `replay` gave, on the host.
             step: how many steps had been made.
-            last_good: gives words that name the last good checkpoint.
+            last_good: gives words about the last good checkpoint.
 
         Raises:
             CopiesDiffer: devices hold different values, the batch was a different one, or the step gave two results.
         """
         if "digests" not in arrays:
             return
-        table, fix = arrays["digests"], "run the same command again, which continues after that checkpoint; "
+        table = arrays["digests"]
         if found := differences(table, self._names, self._specs, self._mesh):
             raise CopiesDiffer(
                 "The copies of a value on several devices must be the same, to the bit.",
                 seen=f"after step {step}: {_some([str(d) for d in found])}",
-                where=last_good(),
-                fix=f"{fix}leave out a device that is named again",
+                **_told(last_good(), "leave out a device that is named again"),
             )
         if "read_again" in arrays and (unlike := self._unlike(table, arrays["read_again"])):
             raise CopiesDiffer(
                 "The batch on the devices must be the same when its data are read again, to the bit.",
                 seen=f"the batch of step {step}: {unlike}",
-                where=last_good(),
-                fix=f"{fix}leave out a machine or a disk that is named again",
+                **_told(last_good(), "leave out a machine or a disk that is named again"),
             )
         if "replayed" in arrays and (unlike := self._unlike(table, arrays["replayed"])):
             raise CopiesDiffer(
                 "A step that is replayed from the same state and batch must give the same result, to the bit.",
                 seen=f"step {step} gave two: {unlike}",
-                where=last_good(),
-                fix=f"{fix}leave out a device that is named again, or use --guard.replay false if steps are random",
+                **_told(
+                    last_good(),
+                    "leave out a device that is named again, or use --guard.replay false if steps are random",
+                ),
             )
 
     def _unlike(self, table: np.ndarray, other: np.ndarray) -> str:
@@ -204,6 +205,11 @@ def differences(table: np.ndarray, names: Sequence[str], specs: Sequence[P], mes
                 along = [axes[order[dim]] for i, dim in enumerate(kept) if (held != held.take([0], axis=i)).any()]
                 found.append(Difference(name=name, devices=tuple(group[minority]), axes=tuple(along), copies=held.size))
     return found
+
+
+def _told(last_good: LastGood, otherwise: str) -> dict[str, str]:
+    """The last two parts of a message: where a run can continue, and how."""
+    return {"where": last_good.where, "fix": f"{last_good.again}; {otherwise}"}
 
 
 def _leaves(state: Any, batch: Any) -> dict[str, Any]:

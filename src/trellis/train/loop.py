@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 
-from trellis.checkpoints.checkpoints import Checkpoints, told_of_last_good
+from trellis.checkpoints.checkpoints import Checkpoints, LastGood, told_of_last_good
 from trellis.checkpoints.room import NoRoom
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
 from trellis.run.schema import plain
+from trellis.train.anew import told_of_starting_over
 from trellis.train.assemble import Assembled
 from trellis.train.compilation import CompiledStep
 from trellis.train.distributed import is_first
@@ -110,7 +111,7 @@ def train(
     work: Work | None = None,
     pace: Pace | None = None,
     progress: Progress | None = None,
-    compiled: Callable[[Any, int, Callable[[], str]], str] | None = None,
+    compiled: Callable[[Any, int, Callable[[], LastGood]], str] | None = None,
     first_collective: str | None = None,
 ) -> Outcome:
     """Trains until the last step or a signal; resumes from the folder's newest checkpoint.
@@ -167,7 +168,7 @@ class _Loop:
         saved: Checkpoints,
         signals: Signals,
         until: int | None,
-        compiled: Callable[[Any, int, Callable[[], str]], str] | None,
+        compiled: Callable[[Any, int, Callable[[], LastGood]], str] | None,
         pace: Pace | None,
     ):
         self._assembled, self._run, self._feed, self._folder = assembled, assembled.run, feed, folder
@@ -187,16 +188,17 @@ class _Loop:
     def go(self, work: Work | None, progress: Progress | None, first_collective: str | None) -> Outcome:
         assembled, run = self._assembled, self._run
         restored = self._saved.restore(assembled.abstract, resizable={"vocab": run.model.vocab})
-        start, tokens = (0, 0) if restored is None else (restored.step, restored.data["tokens"])
+        start, data = (0, {"tokens": 0}) if restored is None else (restored.step, restored.data)
         state = assembled.init() if restored is None else assembled.at(start - 1).takes(restored.state)
         if restored is not None:
-            self._feed.check_text(restored.data.get("text", {}))
-        del restored  # the step will donate its arrays
+            self._feed.check_text(data.get("text", {}))
         self._progress = progress or Progress(run.steps, stop=self._stop)
-        self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else "")
+        anew = "" if restored is not None else told_of_starting_over(self._folder)
+        self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else anew)
+        del restored  # the step will donate its arrays
         self._timeline.add("resumed" if start else "started", start)
         self._foretell(start)
-        self._meter = Meter(tokens=tokens, work=work)
+        self._meter = Meter(tokens=data["tokens"], spent=data.get("seconds", 0.0), work=work)
         try:
             with contextlib.ExitStack() as self._open:
                 self._open.callback(self._progress.close)
@@ -332,16 +334,18 @@ class _Loop:
         """The error that ended the run between steps. If its data went away, the message says what was saved."""
         if self._newest is None or not isinstance(error, UserError) or isinstance(error, RunStopped | NoRoom):
             return error
+        last_good = _last_good(self._saved, others_live=jax.process_count() == 1)
         return RunStopped(
             error.rule,
             seen=f"{error.seen}, at {error.where}",
-            where=_last_good(self._saved, others_live=jax.process_count() == 1),
-            fix=f"{error.fix}; then run the same command again, which continues after that checkpoint",
+            where=last_good.where,
+            fix=f"{error.fix}; then {last_good.again}",
         )
 
     def _save(self, state: Any, made: int) -> None:
         with self._watch.excused(f"saves after step {made}"):
-            new = self._saved.save(made, state, data={"tokens": self._meter.tokens, "text": dict(self._feed.text)})
+            data = {"tokens": self._meter.tokens, "seconds": self._meter.spent, "text": dict(self._feed.text)}
+            new = self._saved.save(made, state, data=data)
         if new:
             self._timeline.add("checkpoint", made)
 
@@ -421,7 +425,7 @@ class _Loop:
                 "The loss and the gradient must be finite.",
                 seen=f"loss {loss}, gradient norm {norm} at step {record.step}, {self._not_finite} in a row "
                 f"(allowed: {self._run.skip_nonfinite}){self._first}",
-                where=_last_good(self._saved, others_live=True),
+                where=_last_good(self._saved, others_live=True).where,
                 fix="continue with a larger --skip_nonfinite, which skips such steps, or start a new run with a "
                 "lower learning rate or clip_norm",
             )
@@ -443,8 +447,8 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _last_good(saved: Checkpoints, others_live: bool) -> str:
-    """Words that name the last good checkpoint; one under way is waited for if its processes are alive."""
+def _last_good(saved: Checkpoints, others_live: bool) -> LastGood:
+    """Words about the last good checkpoint; one under way is waited for if its processes are alive."""
     if others_live:
         with contextlib.suppress(Exception):
             saved.wait()

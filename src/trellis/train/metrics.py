@@ -48,22 +48,24 @@ class Meter:
 
     Args:
         tokens: how many tokens the run had seen before the first record.
+        spent: the seconds of steps before the first record that are in no line: those between the last line and the
+            checkpoint from which the run resumes.
         work: what a token costs; None leaves `mfu` empty. It may change between lines; rates then cover only the steps
             since the change.
     """
 
-    def __init__(self, *, tokens: int, work: Work | None = None):
-        self.tokens = tokens
+    def __init__(self, *, tokens: int, spent: float = 0.0, work: Work | None = None):
+        self.tokens, self.spent = tokens, spent
         self._work = work
         self._steps: deque[tuple[int, float, float]] = deque()  # tokens, seconds, seconds without a batch
-        self._new, self._spent = 0, 0.0  # steps since the line before, and their seconds
+        self._new = 0  # steps since the line before, or the resume; `spent` has their seconds
 
     def add(self, record: Record, tokens: int) -> None:
         """Counts a step over `tokens` tokens."""
         self.tokens += tokens
         self._steps.append((tokens, record.seconds, record.data_wait))
         self._new += 1
-        self._spent += record.seconds
+        self.spent += record.seconds
 
     @property
     def work(self) -> Work | None:
@@ -95,12 +97,12 @@ class Meter:
         line.update(
             tokens_per_second=rate,
             **(self._work.utilisation(rate) if self._work else {"mfu": None}),
-            seconds=self._spent,
+            seconds=self.spent,
             step_seconds=seconds / len(self._steps) or None,
             data_wait_seconds=sum(step[2] for step in self._steps) / len(self._steps),
             memory_bytes=memory_bytes(),
         )
-        self._new, self._spent = 0, 0.0
+        self._new, self.spent = 0, 0.0
         return {name: value if value is None or math.isfinite(value) else None for name, value in line.items()}
 
     def corrected(self, line: dict, settle: Callable[[], object]) -> tuple[dict, str]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from trellis.checkpoints.checkpoints import Checkpoints, finished_steps
 from trellis.data import Tokenizer, load_tokenizer
 from trellis.errors import UserError
+from trellis.files import typed
 from trellis.hub.folder import At
 from trellis.nn.parameters import Parameter
 from trellis.run.config import Run
@@ -87,7 +87,7 @@ def _no_checkpoint(folder: Path) -> UserError:
         "The run must have a checkpoint to take the model from.",
         seen="no checkpoint yet",
         where=str(folder / "checkpoints"),
-        fix=f"train first: trellis train {shlex.quote(str(folder))}",
+        fix=f"train first: trellis train {typed(folder)}",
     )
 
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import jax
 
+from trellis.checkpoints.checkpoints import LastGood
 from trellis.checkpoints.room import NoRoom
 from trellis.errors import UserError
 from trellis.files import no_room, refused
@@ -49,27 +50,26 @@ class ProgramDiffers(StoppedTogether):
     """A compiled step does not do what its types say."""
 
 
-def explain(error: BaseException, last_good: str) -> BaseException:
+def explain(error: BaseException, last_good: LastGood) -> BaseException:
     """The error to show the user for one that ended a loop: the error itself, or a `RunStopped` in its place.
 
     Args:
         error: what was raised.
-        last_good: words that name the last good checkpoint.
+        last_good: words about the last good checkpoint.
     """
     if isinstance(error, NoRoom) or no_room(error):
         return RunStopped(
             "The disk must have room for what the run writes.",
             seen=error.seen if isinstance(error, NoRoom) else no_room(error),
-            where=last_good,
-            fix="free some space, then run the same command again; it continues after that checkpoint",
+            where=last_good.where,
+            fix=f"free some space, then {last_good.again}",
         )
     if not isinstance(error, UserError) and (reason := refused(error)):
         return RunStopped(
             "The files of a run must be readable and writable while it trains.",
             seen=reason,
-            where=last_good,
-            fix="check that its file system is mounted and writable, then run the same command again; it "
-            "continues after that checkpoint",
+            where=last_good.where,
+            fix=f"check that its file system is mounted and writable, then {last_good.again}",
         )
     if isinstance(error, jax.errors.JaxRuntimeError):
         first = str(error).splitlines()[0]
@@ -77,7 +77,7 @@ def explain(error: BaseException, last_good: str) -> BaseException:
             return RunStopped(
                 "A step must fit in the memory of its devices.",
                 seen=f"{first:.300}",
-                where=last_good,
+                where=last_good.where,
                 fix="use smaller microbatches, more checkpointing of activations, or more devices; "
                 "`trellis memory` shows what each device holds",
             )
@@ -98,17 +98,17 @@ def _peer_lost(error: BaseException | None) -> str:
     return ""
 
 
-def _lost(how: str, last_good: str) -> RunStopped:
+def _lost(how: str, last_good: LastGood) -> RunStopped:
     return RunStopped(
         "All processes of a run must keep running.",
         seen=f"process {jax.process_index()} of {jax.process_count()} {how}",
-        where=last_good,
+        where=last_good.where,
         fix="check the other processes' output, then start them all again",
     )
 
 
 @contextlib.contextmanager
-def explained_abort(last_good: Callable[[], str]) -> Generator[None]:
+def explained_abort(last_good: Callable[[], LastGood]) -> Generator[None]:
     """Within it, an abort by JAX's multi-process runtime ends this process as `RunStopped` does.
 
     A process that waits in a collective learns of a lost one from the runtime's heartbeat, and the runtime then calls
@@ -117,7 +117,7 @@ def explained_abort(last_good: Callable[[], str]) -> Generator[None]:
     handler is C's.
 
     Args:
-        last_good: gives words that name the last good checkpoint.
+        last_good: gives words about the last good checkpoint.
     """
     if jax.process_count() == 1:
         yield
@@ -138,11 +138,11 @@ def explained_abort(last_good: Callable[[], str]) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def left_alone(last_good: Callable[[], str]) -> Generator[None]:
+def left_alone(last_good: Callable[[], LastGood]) -> Generator[None]:
     """Within it, a process of several that waits for one that is gone ends and says so, even before the loop has begun.
 
     Args:
-        last_good: gives words that name the last good checkpoint.
+        last_good: gives words about the last good checkpoint.
     """
     with explained_abort(last_good):
         try:
@@ -170,19 +170,20 @@ def leave_at_once(error: BaseException) -> NoReturn:
 class Signals:
     """Notes SIGTERM and SIGINT while a run trains, so that it saves a checkpoint before it ends.
 
-    With several processes, JAX's preemption service takes the signal of any of them and lets all stop at the same step.
-    A second SIGINT ends the run at once.
+    With several processes, JAX's preemption service takes the SIGTERM of any of them and lets all stop at the same
+    step; a process that gets SIGINT therefore sends itself SIGTERM. A second SIGINT ends the run at once.
     """
 
     def __init__(self) -> None:
-        self._received: int | None = None
+        self._noted: int | None = None  # the signal that this process got
+        self._received: int | None = None  # that at which the run ends
         self._before: dict[int, object] = {}
         self._together = jax.process_count() > 1
 
     def __enter__(self) -> "Signals":
         # Python lets only the main thread set handlers.
-        if not self._together and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT,) if self._together else (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -192,7 +193,7 @@ class Signals:
         self._before.clear()
 
     def exit_code(self, step: int) -> int | None:
-        """128 and the signal's number once the run is to stop, 143 for SIGTERM; else None.
+        """128 and the signal's number once the run is to stop, 143 if another process got it; else None.
 
         Args:
             step: how many steps have been made; every process asks once a step.
@@ -201,11 +202,15 @@ class Signals:
             from jax.experimental import multihost_utils
 
             if multihost_utils.reached_preemption_sync_point(step):
-                self._received = signal.SIGTERM
+                self._received = self._noted or signal.SIGTERM
         return None if self._received is None else 128 + self._received
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._received is not None and number == signal.SIGINT:
+        if self._noted is not None and number == signal.SIGINT:
             keep_interrupts(quiet=True)  # libraries that it interrupts print tracebacks
             raise KeyboardInterrupt
-        self._received = number
+        self._noted = number
+        if self._together:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self._received = number

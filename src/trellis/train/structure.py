@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trellis.checkpoints.checkpoints import LastGood
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
 from trellis.inspect import Ledger, Structure, structure_of
@@ -33,13 +34,13 @@ class StructureCheck:
         self._assembled, self._ledger, self._folder = assembled, ledger, folder
         self.found: list[dict[str, Any]] = []
 
-    def __call__(self, program: Any, step: int, last_good: Callable[[], str]) -> str:
+    def __call__(self, program: Any, step: int, last_good: Callable[[], LastGood]) -> str:
         """What to report about a program: one line, or the four parts of a fault.
 
         Args:
             program: a `jax.stages.Compiled`.
             step: how many steps were made before it.
-            last_good: gives words that name the last good checkpoint.
+            last_good: gives words about the last good checkpoint.
 
         Raises:
             ProgramDiffers: the program does not do what its types say.
@@ -51,7 +52,7 @@ class StructureCheck:
         except Exception as error:  # text of an unknown form, a full disk: no reason to stop
             return f"matched  no row of the ledger with the compiled program: {str(error) or type(error).__name__:.300}"
 
-    def _check(self, text: str, step: int, last_good: Callable[[], str]) -> str:
+    def _check(self, text: str, step: int, last_good: Callable[[], LastGood]) -> str:
         started = time.monotonic()
         found = structure_of(self._ledger_at(step), text, self._assembled.layout.mesh)
         seconds = time.monotonic() - started

@@ -34,6 +34,26 @@ class Timeline:
                 file.write(json.dumps({"time": time.time(), "event": event, "step": step, **more}) + "\n")
 
 
+def last_saved(events: list[dict[str, Any]]) -> int | None:
+    """The last step of which a checkpoint was finished, so far as events tell; None if they tell of none.
+
+    A save waits for the one before it, and a start that ends in order, or in a signal, for its last. What was being
+    saved when a process was killed may not have been finished.
+    """
+    found, saving = None, None
+    for event in events:
+        match event["event"]:
+            case "checkpoint":
+                found, saving = found if saving is None else saving, event["step"]
+            case "resumed":
+                found, saving = event["step"], None
+            case "finished" | "paused" | "interrupted":
+                found, saving = found if saving is None else saving, None
+            case "started" | "stopped":
+                saving = None
+    return found
+
+
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a `timeline.jsonl`, oldest first, without notes that were cut off."""
     found = []

@@ -1,11 +1,12 @@
 """Checks of several processes of one run: they were started alike, see one folder, and read the same text."""
 
 import collections
+import contextlib
 import importlib.metadata
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from trellis.errors import UserError
 from trellis.run.config import Distributed, Run
-from trellis.run.folder import told_apart
+from trellis.run.folder import alone, told_apart
 from trellis.run.schema import plain
 from trellis.train.distributed import is_first
 
@@ -33,6 +34,28 @@ def gathered(value: Any) -> list[Any]:
     padded[: data.size] = data
     rows = np.asarray(multihost_utils.process_allgather(padded))
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+@contextlib.contextmanager
+def alone_together(folder: Path) -> Generator[None]:
+    """Keeps a run's folder for all processes of this start while they train.
+
+    Raises:
+        UserError: another start trains in the folder, or the first process cannot write there; raised in all processes.
+    """
+    with contextlib.ExitStack() as held:
+        refused: list[str] = []
+        try:
+            if is_first():
+                held.enter_context(alone(folder))
+        except UserError as error:
+            if jax.process_count() == 1:
+                raise
+            refused = [error.rule, error.seen, error.where, error.fix]
+        if jax.process_count() > 1 and (refused := gathered(refused)[0]):
+            rule, seen, where, fix = refused
+            raise UserError(rule, seen=seen, where=where, fix=fix)
+        yield
 
 
 def check_folder(folder: Path, *, wait: float = _SEEN_AFTER, clock: Callable[[], float] = time.monotonic) -> None:
@@ -88,8 +111,12 @@ def check_devices() -> None:
         )
 
 
-def check_alike(run: Run) -> None:
+def check_alike(run: Run, *, until: int | None = None) -> None:
     """Refuses processes that were started with options or versions other than the first's.
+
+    Args:
+        run: what this process was asked to train.
+        until: the step after which it is to pause.
 
     Raises:
         UserError: a process differs; raised in all processes.
@@ -97,6 +124,7 @@ def check_alike(run: Run) -> None:
     if jax.process_count() == 1:
         return
     mine = plain(run) | {"distributed": plain(Distributed())}
+    mine["until"] = until
     mine["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     first, *others = gathered(mine)
     for number, other in enumerate(others, 1):
@@ -126,7 +154,12 @@ def check_text(identities: dict[str, dict]) -> None:
             name = next(name for name in first if other.get(name) != first[name])
             raise UserError(
                 "All processes of a run must read the same tokens.",
-                seen=f"different tokens in process {number} than in process 0" + (f", of {name}" if name else ""),
+                seen=f"different tokens in process {number} than in process 0{_of(name)}",
                 where=f"process {number}",
                 fix="use one store that all of them share, or copies of it",
             )
+
+
+def _of(name: str) -> str:
+    """Words for a store by its name: that of a part, `/` and that of a validation set, or nothing."""
+    return f", of the validation set {name[1:]}" if name.startswith("/") else f", of {name}" if name else ""

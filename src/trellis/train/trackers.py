@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trellis.errors import UserError, did_you_mean
-from trellis.files import write_whole
+from trellis.files import naming, write_whole
 
 Line = Mapping[str, float | int | None]
 
@@ -37,25 +37,32 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._texts = path.with_name("samples.jsonl")
         _cut(path, step, int | float | None)
-        _cut(self._texts, step, str)
-        self._file = open(path, "a")
+        self._newest = (_cut(self._texts, step, str) or [{}])[-1]
+        self._path, self._file = path, open(path, "a")
 
     def log(self, line: Line) -> None:
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
 
     def text(self, name: str, step: int, text: str) -> None:
-        with open(self._texts, "a") as file:
-            file.write(json.dumps({"step": step, "name": name, "text": text}) + "\n")
+        line = {"step": step, "name": name, "text": text}
+        if line == self._newest:
+            return  # a run that had ended, and was started again
+        self._newest = line
+        with naming(self._texts), open(self._texts, "a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         self._file.close()
 
 
-def _cut(path: Path, step: int, of: Any) -> None:
-    """Keeps only the lines up to `step`."""
+def _cut(path: Path, step: int, of: Any) -> list[dict]:
+    """Keeps only the lines up to `step`, and returns them."""
+    kept = [line for line in read_lines(path, of) if line["step"] <= step]
     if path.exists():
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in read_lines(path, of) if line["step"] <= step))
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 def read_lines(path: Path, of: Any = int | float | None) -> list[dict]:

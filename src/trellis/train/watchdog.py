@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+from trellis.checkpoints.checkpoints import LastGood
 from trellis.figures.numbers import duration
 from trellis.run.config import DeadlineRule
 from trellis.train.drain import Record
@@ -44,7 +45,7 @@ class Watchdog:
     Args:
         rule: the run's rule.
         folder: the run's folder, which all processes see.
-        last_good: gives words that name the last good checkpoint.
+        last_good: gives words about the last good checkpoint.
         first_collective: words for a step's first collective, if it is known.
         noted: takes an event and its reason: "stopped", or "slow" if devices wait for one process of several.
     """
@@ -53,7 +54,7 @@ class Watchdog:
         self,
         rule: DeadlineRule,
         folder: Path,
-        last_good: Callable[[], str],
+        last_good: Callable[[], LastGood],
         *,
         first_collective: str | None = None,
         noted: Callable[[str, str], None] = lambda event, why: None,
@@ -183,13 +184,14 @@ class Watchdog:
         if self._finished >= step:
             return  # the step was late, and the run continues
         median = duration(statistics.median(self._paces)) if self._paces else "unknown"
+        last_good = self._last_good()
         error = RunStopped(
             "A step must end within its deadline.",
             seen=f"step {step} after {duration(spent)}, where the median is {median}"
             + (f" and the deadline {duration(deadline)}" if deadline else "")
             + f"; process {self._process} of {self._processes} {self._doing}{found}",
-            where=f"{self._last_good()}; Python stacks: {self._folder}",
-            fix="check the stacks, then run the same command again, which continues after that checkpoint; raise "
+            where=f"{last_good.where}; Python stacks: {self._folder}",
+            fix=f"check the stacks, then {last_good.again}; raise "
             "--deadline.factor or --deadline.seconds if steps do take so long",
         )
         self._noted("stopped", error.rule)
