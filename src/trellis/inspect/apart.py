@@ -16,6 +16,8 @@ _SAME = {
     ENTER, LEAVE, "name", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "copy",
     "optimization_barrier", "reduce_precision", "pcast", "pvary", "sharding_constraint", "layout_constraint",
 }  # fmt: skip
+# What stands between a collective and what makes or reads an array: other steps of the same way, and casts.
+_PASSED = frozenset({"reshard", "convert_element_type"})
 
 
 def is_apart(operation: Operation) -> bool:
@@ -41,22 +43,34 @@ def copied(scan: Operation) -> Iterator[tuple[Value, Operation]]:
             yield value, reader
 
 
+def made_at(operation: Operation) -> int:
+    """The number of the operation that makes an operation's first operand; -1 if none here does."""
+    maker = _origin(operation.operands[0], _PASSED).maker if operation.operands else None
+    return -1 if maker is None else maker.number
+
+
+def read_at(operation: Operation) -> int:
+    """The number of the first operation that reads an operation's results; its own if none does."""
+    readers = (reader.number for value in operation.results for reader in _readers(value, _PASSED))
+    return min(readers, default=operation.number)
+
+
 def _is_view(operation: Operation) -> bool:
     stays = lambda: operation.operands[0].num_bytes == operation.results[0].num_bytes
     return operation.name in _SAME or (operation.name == "reshard" and stays())
 
 
-def _origin(value: Value) -> Value:
-    """What a value is another view of."""
-    while value.maker is not None and _is_view(value.maker):
-        value = value.maker.operands[value.position]
+def _origin(value: Value, passing: frozenset[str] = frozenset()) -> Value:
+    """What a value is another view of, or is made of by operations of these names alone."""
+    while (maker := value.maker) is not None and (_is_view(maker) or maker.name in passing):
+        value = maker.operands[value.position]
     return value
 
 
-def _readers(value: Value) -> Iterator[Operation]:
-    """What reads a value, or another view of it."""
+def _readers(value: Value, passing: frozenset[str] = frozenset()) -> Iterator[Operation]:
+    """What reads a value, another view of it, or what operations of these names make of it."""
     for reader in value.readers:
-        if _is_view(reader):
-            yield from _readers(reader.results[reader.operands.index(value)])
+        if _is_view(reader) or reader.name in passing:
+            yield from _readers(reader.results[reader.operands.index(value)], passing)
         else:
             yield reader

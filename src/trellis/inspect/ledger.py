@@ -9,6 +9,7 @@ collectives are operations themselves. What the types do not decide is left to t
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from trellis.inspect.apart import made_at, read_at
 from trellis.inspect.rows import EACH_TURN, Ledger, Row
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_wrong, trace
@@ -135,6 +136,9 @@ class _Rows:
             reduction=_REDUCTIONS.get(operation.name, "sum"),
             same=self.repeats[operation],
             constant=self.constants.issuperset(operation.results),
+            number=operation.number,
+            made=made_at(operation),
+            read=read_at(operation),
         )
 
 

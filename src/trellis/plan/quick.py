@@ -16,6 +16,7 @@ from trellis.named.pipeline.schedule import Schedule
 from trellis.plan.links import Links, links_of
 from trellis.plan.prepared import Prepared, prepare
 from trellis.plan.roofline import HIDING_OPTIONS, Times, times
+from trellis.plan.turns import turns_of
 from trellis.program import Program, trace
 from trellis.run.config import Run
 from trellis.train.checks import check_marks
@@ -195,7 +196,8 @@ def plan_program(
         load: rows that experts on the fullest device get, relative to an even load.
     """
     links, ledger = links_of(program.mesh, target), ledger_of(program, load)
-    pieces = tuple(work(program, load, apart=target.chip.kind == "tpu"))
+    on_tpus = target.chip.kind == "tpu"
+    pieces = tuple(work(program, load, apart=on_tpus))
     if target.chip.kind == "cpu":
         pieces = tuple(piece for piece in pieces if not _made_once(piece))
     hides = {HIDING_OPTIONS[option] for option in options if option in HIDING_OPTIONS}
@@ -210,7 +212,7 @@ def plan_program(
         model_flops=model_flops,
         memory=memory_of(program, held_beside=any("sparse_core" in option for option in options)),
         ledger=ledger,
-        times=times(pieces, ledger, links, sorted(hides)),
+        times=times(pieces, ledger, links, sorted(hides), tuple(turns_of(program)) if on_tpus else ()),
         work=pieces,
         price=price,
         load=load,

@@ -4,21 +4,23 @@ Each piece of work takes the longest of its products at the matrix units' rate, 
 units' rate and its bytes at the memory's rate. Each collective takes its bytes over the rate of the links its mesh axes
 run on. Collectives of activations delay the work that reads them. Collectives of weights (gathers before use,
 reductions of gradients) are hidden under the computation of the same pass if the compiler does that, as far as there is
-computation to hide under. So are, on GPUs, exchanges of batches in several parts (`Routing.interleave`), except one
-part's. The steps of a ring run beside the kernels or products of the same line of the program, in the same pass. Copies
+computation to hide under; on TPUs, in a loop, under that of one turn (`trellis.plan.turns`). So are, on GPUs, exchanges
+of batches in several parts (`Routing.interleave`), except one part's. The steps of a ring run beside the kernels or
+products of the same line of the program, in the same pass. Copies
 to and from the host's memory are hidden under the computation of their pass.
 """
 
 import collections
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from trellis.hardware.chips import Chip
 from trellis.inspect.rows import Ledger, Row
 from trellis.inspect.work import HOST_COPY, Piece
 from trellis.plan.links import Links
+from trellis.plan.turns import Sent, Turns, waits
 
 # The share of elementwise work that the compiler fuses into the products around it, so that its bytes are not read
 # again. Fitted to compiled programs.
@@ -251,7 +253,13 @@ def collective_line(row: Row, links: Links) -> Line:
     )
 
 
-def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[str] = ()) -> Times:
+def times(
+    work: Sequence[Piece],
+    ledger: Ledger,
+    links: Links,
+    hides: Sequence[str] = (),
+    loops: Sequence[Turns] = (),
+) -> Times:
     """The time of a step.
 
     Args:
@@ -259,10 +267,12 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
         ledger: what moves.
         links: what it moves over.
         hides: what the compiler hides besides what it hides by default: "gathers", "reductions".
+        loops: the program's loops, those within others first, if what moves in a turn is hidden under that turn alone.
     """
     chip = links.target.chip
     covers = {*chip.overlap, *hides}
-    work_lines = _merged([work_line(piece, chip) for piece in work])
+    each_line = [work_line(piece, chip) for piece in work]
+    work_lines = _merged(each_line)
     computed = [line for line in work_lines if not line.moves]
     copies = [line for line in work_lines if line.moves]
     room: dict[str, float] = collections.defaultdict(float)
@@ -273,6 +283,7 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
             beside[line.where, line.source] += line.seconds
     free = room.copy()  # for copies to and from the host, which run at the same time as what moves between devices
     moves = collective_lines(ledger, links)
+    in_turns = _hidden_in_turns(each_line, moves, covers, loops)
     lines = list(computed)
     for row, line in sorted(moves, key=lambda pair: (not pair[0].ring, -pair[1].seconds)):
         role, where = row.role, _pass(line)
@@ -280,7 +291,9 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
         if row.ring and chip.kind != "cpu":
             hidden = min(line.seconds, beside[line.where, line.source], room[where])
             beside[line.where, line.source] -= hidden
-        elif (role == "weights" and "gathers" in covers) or (role == "gradients" and "reductions" in covers):
+        elif id(row) in in_turns:
+            hidden = min(in_turns[id(row)], room[where])
+        elif _covered(role, covers):
             hidden = min(line.seconds, room[where])
         elif row.parts > 1 and chip.kind == "gpu":  # one part's exchange has nothing left beside it
             hidden = min(line.seconds * (1 - 1 / row.parts), room[where])
@@ -301,6 +314,30 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
         hidden=hidden,
         flops=sum(line.flops for line in computed),
     )
+
+
+def _covered(role: str, covers: Collection[str]) -> bool:
+    """Whether the compiler runs what moves beside computation."""
+    return (role == "weights" and "gathers" in covers) or (role == "gradients" and "reductions" in covers)
+
+
+def _hidden_in_turns(
+    computed: Sequence[Line], moves: Sequence[tuple[Row, Line]], covers: Collection[str], loops: Sequence[Turns]
+) -> dict[int, float]:
+    """Seconds of a step for which what moves in loops is hidden under their turns, by `id` of the row."""
+    homes = [next((turns for turns in loops if row.number in turns), None) for row, _ in moves]
+    hidden: dict[int, float] = {}
+    for turns in loops:
+        here = [(row, line.seconds / turns.times) for (row, line), home in zip(moves, homes) if home is turns]
+        beside = [(row, seconds) for row, seconds in here if _covered(row.role, covers)]
+        if not beside:
+            continue
+        busy = [(line.order, line.seconds / turns.times) for line in computed if line.order in turns and not line.moves]
+        busy += [(row.number, seconds) for row, seconds in here if not (row.ring or _covered(row.role, covers))]
+        sent = [Sent(id(row), seconds, row.made, row.read, row.role == "weights") for row, seconds in beside]
+        waited = waits(busy, sent)
+        hidden |= {each.key: (each.seconds - waited[each.key]) * turns.times for each in sent}
+    return hidden
 
 
 def _pass(line: Line) -> str:

@@ -1,0 +1,98 @@
+"""What a turn of a loop waits for, where it moves beside what it computes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.plan.plain import Config, abstract_mesh, traced
+from trellis.hardware.chips import target
+from trellis.inspect.ledger import ledger_of
+from trellis.inspect.work import work
+from trellis.plan.links import links_of
+from trellis.plan.roofline import times
+from trellis.plan.turns import Sent, turns_of, waits
+
+BOTH = ["gathers", "reductions"]
+
+
+def gather(key, seconds, read):
+    return Sent(key, seconds, made=-1, read=read, is_gathered=True)
+
+
+def summed(key, seconds, made):
+    return Sent(key, seconds, made=made, read=made, is_gathered=False)
+
+
+@pytest.mark.parametrize(
+    ("sent", "waited"),
+    [
+        ([gather("a", 2.0, read=1)], {"a": 2.0}),  # by what computes first: nothing is before it
+        ([gather("a", 2.0, read=2)], {"a": 1.0}),
+        ([gather("a", 2.0, read=3)], {"a": 0.0}),
+        ([gather("b", 2.0, read=3), gather("a", 2.0, read=1)], {"a": 2.0, "b": 0.0}),  # as they are read; b under 2
+        ([gather("a", 2.0, read=1), gather("b", 9.0, read=3)], {"a": 2.0, "b": 6.0}),
+        ([summed("a", 3.0, made=1)], {"a": 0.0}),  # under what is computed after it
+        ([summed("a", 3.0, made=3)], {"a": 3.0}),
+        ([summed("a", 3.0, made=2), summed("b", 6.0, made=3)], {"a": 2.0, "b": 4.0}),  # one after the other: 6 late
+        ([gather("a", 9.0, read=3), summed("b", 2.0, made=1)], {"a": 6.0, "b": 0.0}),  # links are busy until 9
+    ],
+)
+def test_what_a_turn_waits_for(sent, waited):
+    assert dict(waits([(2, 2.0), (1, 1.0), (3, 4.0)], sent)) == pytest.approx(waited)
+
+
+def test_a_turn_waits_as_long_as_it_takes_longer():
+    """Every collective takes what is hidden of it, and what is waited for."""
+    sent = [gather(0, 5.0, read=2), gather(1, 1.0, read=3), summed(2, 3.0, made=2), summed(3, 4.0, made=3)]
+    found = waits([(1, 1.0), (2, 2.0), (3, 4.0)], sent)
+    assert all(0 <= found[each.key] <= each.seconds for each in sent)
+    # The gathers come after 5 and 6 s. The second operation runs from 5 to 7 and the third to 11: 3 s of sums, then 4.
+    assert sum(found.values()) == pytest.approx((5 - 1) + (11 + 4 - 11))
+
+
+def step(platform="tpu"):
+    config = Config(embed=2048, mlp=8192, heads=16, kv_heads=8, head_dim=128, seq=1024, layers=3)
+    return traced(config, abstract_mesh(platform, data=16))
+
+
+def test_loops_are_those_of_layers():
+    program = step()
+    loops = list(turns_of(program))
+    rows = [row for row in ledger_of(program).rows if row.role in ("weights", "gradients") and row.payload > 1e5]
+    of_layers = [row for row in rows if row.times == 3]
+    homes = [next(turns for turns in loops if row.number in turns) for row in of_layers]
+    assert {home.times for home in homes} == {3} and len(set(homes)) == 2  # forward, and backward
+    for row, home in zip(of_layers, homes):
+        if row.role == "weights":
+            assert row.number < row.read <= home.last
+        else:
+            assert home.first <= row.made < row.number
+
+
+def test_in_loops_only_what_a_turn_computes_before_hides_a_gather():
+    """What the loss computes hides none of them, and the first weight of a layer is waited for."""
+    program, links = step(), links_of({"data": 16}, target("v6e:4x4"))
+    pieces, moves, loops = work(program), ledger_of(program), list(turns_of(program))
+    by_pass, by_turn = times(pieces, moves, links, BOTH), times(pieces, moves, links, BOTH, loops)
+    assert by_pass.seconds < by_turn.seconds
+    assert by_turn.seconds == pytest.approx(by_turn.computation + by_turn.exposed)
+    first = min((row for row in moves.rows if row.role == "weights" and row.times == 3), key=lambda row: row.read)
+    there = [
+        line for line in by_turn.lines if (line.source, line.where, line.role) == (first.source, "forward", "weights")
+    ]
+    assert there and sum(line.hidden for line in there) < sum(line.seconds for line in there)
+
+
+def test_types_of_mixtures_on_tpus_are_near_what_their_compiler_schedules():
+    """`docs/plan.md` says how near; the table is of `benchmarks/recipes.py --compile`."""
+    root = Path(__file__).parents[2]
+    rows = (root / "benchmarks/results/recipes_compiled.txt").read_text().splitlines()
+    mixed = [row.split() for row in rows if re.match(r"(mixtral|qwen3|gpt_oss|deepseek)\w*_v\d[pe]_", row)]
+    steps = {row[0]: (float(row[7]), float(row[8])) for row in mixed}
+    errors = {name: types / compiled - 1 for name, (types, compiled) in steps.items()}
+    assert len(errors) == 8
+    deepseek = errors.pop("deepseek_v3_v6e_1024")
+    said = (root / "docs/plan.md").read_text()
+    assert f"they are too short by {-100 * min(errors.values()):.0f} % at most" in said and max(errors.values()) < 0.05
+    assert deepseek == pytest.approx(-1 / 3, abs=0.03)
