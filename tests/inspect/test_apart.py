@@ -83,8 +83,8 @@ def test_what_kernels_make_and_read_of_stacks_is_copied(op):
 def test_copies_and_gathers_are_work_where_they_are_apart():
     program, shapes, widths = PROGRAMS["dynamic-update-slice"]
     types = trace(program, *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes))
-    alone = [piece for piece in work(types, apart=True) if not piece.fuses]
+    alone = [piece for piece in work(types, apart=True) if piece.alone]
     made = lambda word: sorted((piece.num_bytes, piece.times) for piece in alone if word in piece.what)
     assert made("copied") == [(2 * 2 * ROWS * width, LAYERS) for width in sorted(widths)]
     assert made("gathered") == [(2 * 2 * ROWS * 256, LAYERS)]
-    assert all(piece.fuses for piece in work(types))
+    assert not any(piece.alone for piece in work(types))

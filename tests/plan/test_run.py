@@ -15,6 +15,7 @@ from trellis.frozen import FrozenMap
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.inspect import Memory
+from trellis.inspect.work import ANEW
 from trellis.nn.moe.dispatch import WORDS
 from trellis.pages.plan import page
 from trellis.plan import compile as compiling
@@ -136,13 +137,13 @@ def test_what_compilers_lay_out_anew_before_kernels_read_it():
     experts = {"model.embed": "192", "model.experts": "8", "model.mlp": "384", "mesh.data": "8"}
     run = load_run("mixtral_8x7b", {name: value for name, value in SMALL.items() if "." in name} | experts)
     by_width = dataclasses.replace(run, layout=dataclasses.replace(run.layout, params=FrozenMap(experts="")))
-    anew = lambda run, on: [p for p in quick_plan(run, target(on)).work if p.slower > 1]
+    anew = lambda run, on: [p for p in quick_plan(run, target(on)).work if p.alone == ANEW]
     assert not anew(run, "v5p:2x2x2") and not anew(by_width, "8xH100")
     on_gpus = [quick_plan(each, target("8xH100")).seconds for each in (run, by_width)]
     assert on_gpus[1] == pytest.approx(on_gpus[0], rel=1e-3)  # kernels read what comes together as it lies
     plan = quick_plan(by_width, target("v5p:2x2x2"))
-    assert {piece.direction for piece in plan.work if piece.slower > 1} == {"forward", "recomputed"}
-    assert sum(piece.slower > 1 for piece in plan.work) == 6  # of three weights, in both passes
+    assert {piece.direction for piece in anew(by_width, "v5p:2x2x2")} == {"forward", "recomputed"}
+    assert len(anew(by_width, "v5p:2x2x2")) == 6  # of three weights, in both passes
     assert "laid out anew" in text(plan, formulas=True)
     assert any("slice them by number" in line for line in advice(plan))
 

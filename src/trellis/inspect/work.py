@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 from trellis.inspect.apart import copied
 from trellis.program import Body, Operation, Program, Value
@@ -45,6 +46,9 @@ UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 PRODUCTS = ("dot_general", "scaled_matmul_wrapper", "ragged_dot", "ragged_dot_general")
 # How much longer libtpu's schedules take for copies between what a loop keeps and one turn's than for streamed bytes.
 COPIED = 2.0
+# Why work is by itself: an array is laid out anew, rows are gathered or were, or a turn's value is a loop's.
+Alone = Literal["", "laid out anew", "gathered", "of gathered rows", "copied"]
+ANEW: Alone = "laid out anew"
 # Kinds of pieces for which libtpu's schedule has no estimate: they are kernels.
 UNSCHEDULED = ("attention", "kernel", "grouped")
 # The kind of pieces that copy between a device's memory and the host's.
@@ -70,7 +74,7 @@ class Piece:
         label: what a person would call it, see `Operation.label`.
         number: its place in the program.
         slower: how much longer its bytes take than streamed ones.
-        fuses: of elementwise work, whether a compiler may make it a part of what is around it.
+        alone: for elementwise work that no compiler makes a part of what is around it, what it is.
         whole: for attention, whether a kernel's queries see all of its keys.
         looped: whether it is in a loop that holds one pass, such as one over layers; layers may be unrolled instead,
             and a loop over microbatches holds both passes.
@@ -89,7 +93,7 @@ class Piece:
     label: str = ""
     number: int = 0
     slower: float = 1.0
-    fuses: bool = True
+    alone: Alone = ""
     whole: bool = False
     looped: bool = False
 
@@ -127,7 +131,7 @@ def _pieces(body: Body, load: float, apart: bool) -> Iterator[Piece]:
         elif name == "conv_general_dilated":
             yield _convolution(operation)
         elif slower := anew_said(operation):
-            yield _alone(operation, "laid out anew", slower)
+            yield _alone(operation, ANEW, slower)
         elif apart and name == "gather":
             yield _alone(operation, "gathered")
         elif operation.crosses:
@@ -137,17 +141,17 @@ def _pieces(body: Body, load: float, apart: bool) -> Iterator[Piece]:
     yield from _groups(fused, set(body.results), apart)
 
 
-def _alone(operation: Operation, what: str, slower: float = 1.0) -> Piece:
+def _alone(operation: Operation, what: Alone, slower: float = 1.0) -> Piece:
     """What reads and writes its result, and is no part of what is around it."""
     (array,) = operation.results
     said, moved = f"{_show(array)} {what}", 2.0 * array.num_bytes
-    return _piece(operation, "elementwise", said, num_bytes=moved, slower=slower, fuses=False)
+    return _piece(operation, "elementwise", said, num_bytes=moved, slower=slower, alone=what)
 
 
 def _copies(scan: Operation) -> Iterator[Piece]:
     for value, place in copied(scan):
         turns = scan.times * scan.params["length"] // scan.params["unroll"]
-        counted = dict(num_bytes=2.0 * value.num_bytes, slower=COPIED, fuses=False)
+        counted = dict(num_bytes=2.0 * value.num_bytes, slower=COPIED, alone="copied")
         piece = _piece(place, "elementwise", f"{_show(value)} copied, of a loop's stack", **counted)
         yield dataclasses.replace(piece, times=turns, direction=scan.direction)
 
@@ -309,8 +313,8 @@ def _group(group: list[Operation], outputs: set[Value], apart: bool) -> Iterator
     what = f"{len(group)} fused, {_show(heaviest.results[0])}"
     first = min(operation.number for operation in group)
     # What is made of gathered rows reads them where the gather wrote them.
-    fuses = not (apart and any(value.maker and value.maker.name == "gather" for o in group for value in o.inputs))
-    counted = dict(vector=vector, num_bytes=reads + writes, fuses=fuses)
+    gathered = apart and any(value.maker and value.maker.name == "gather" for o in group for value in o.inputs)
+    counted = dict(vector=vector, num_bytes=reads + writes, alone="of gathered rows" if gathered else "")
     yield _piece(heaviest, "elementwise", what, number=first, **counted)
 
 

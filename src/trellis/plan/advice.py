@@ -3,6 +3,7 @@
 import math
 
 from trellis.figures import numbers
+from trellis.inspect.work import ANEW
 from trellis.nn.moe.dispatch import WORDS
 from trellis.plan.quick import Plan
 from trellis.plan.roofline import work_line
@@ -35,7 +36,7 @@ def advice(plan: Plan) -> list[str]:
             f"{bound['memory'] / total:.0%} of the step waits for memory bandwidth: more tokens a device make products "
             "larger, which read each weight for more tokens"
         )
-    anew = sum(work_line(piece, plan.target.chip).seconds for piece in plan.work if piece.slower > 1)
+    anew = sum(work_line(piece, plan.target.chip).seconds for piece in plan.work if piece.alone == ANEW)
     if anew > 0.03 * total:
         found.append(
             f"{anew / total:.0%} of the step lays experts out anew, slices of whose widths are gathered in another "

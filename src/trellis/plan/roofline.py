@@ -202,7 +202,7 @@ def work_line(piece: Piece, chip: Chip) -> Line:
         if all(piece.dims):
             rate *= filled(piece.dims[1], chip) / waves(piece.dims, piece.flops / (2.0 * math.prod(piece.dims)), chip)
         matrix = piece.flops / rate
-    fuses = piece.kind == "elementwise" and piece.fuses
+    fuses = piece.kind == "elementwise" and not piece.alone
     if fuses:
         memory *= 1 - FUSED_AWAY
     reads = "the host's memory" if piece.kind == HOST_COPY else "memory"
@@ -213,7 +213,7 @@ def work_line(piece: Piece, chip: Chip) -> Line:
         "vector units": f"{piece.vector:.3g} operations / {chip.vector_flops:.3g} a second",
         reads: f"{piece.num_bytes:.3g} B / {bandwidth:.3g} B/s"
         + (f" x {1 - FUSED_AWAY:.2f} not fused away" if fuses else "")
-        + (f" x {piece.slower:.3g} laid out anew" if piece.slower != 1 else ""),
+        + (f" x {piece.slower:.3g} {piece.alone}" if piece.slower != 1 else ""),
     }[bound]
     return Line(
         kind=piece.kind,
@@ -336,7 +336,7 @@ def _hidden_in_turns(
         busy += [(row.number, seconds) for row, seconds in here if not (row.ring or _covered(row.role, covers))]
         sent = [Sent(id(row), seconds, row.made, row.read, row.role == "weights") for row, seconds in beside]
         waited = waits(busy, sent)
-        hidden |= {each.key: (each.seconds - waited[each.key]) * turns.times for each in sent}
+        hidden |= {each.key: max(each.seconds - waited[each.key], 0.0) * turns.times for each in sent}
     return hidden
 
 
