@@ -6,8 +6,8 @@ run on. Collectives of activations delay the work that reads them. Collectives o
 reductions of gradients) are hidden under the computation of the same pass if the compiler does that, as far as there is
 computation to hide under; on TPUs, in a loop, under that of one turn (`trellis.plan.turns`). So are, on GPUs, exchanges
 of batches in several parts (`Routing.interleave`), except one part's. The steps of a ring run beside the kernels or
-products of the same line of the program, in the same pass. Copies
-to and from the host's memory are hidden under the computation of their pass.
+products of the same line of the program, in the same pass. Copies to and from the host's memory are hidden under the
+computation of their pass.
 """
 
 import collections
