@@ -25,10 +25,21 @@ def check_utf8(text: str, rule: str, where: str, fix: str = "write it in UTF-8")
     Raises:
         UserError: with the rule.
     """
+    if not is_utf8(text):
+        raise UserError(rule, seen=repr(text), where=where, fix=fix)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether UTF-8 can hold a text: Python's may have halves of surrogate pairs.
+
+    >>> is_utf8("é"), is_utf8("\\ud800")
+    (True, False)
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UserError(rule, seen=repr(text), where=where, fix=fix) from None
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ without a manifest is not a checkpoint: a later start removes it.
 import contextlib
 import functools
 import logging
-import re
 import shutil
 import sys
 import threading
@@ -24,8 +23,10 @@ from trellis.checkpoints.asked import check_content, check_places, number_of
 from trellis.checkpoints.entries import entries, rebuild
 from trellis.checkpoints.manifest import (
     MANIFEST,
+    NAME,
     DamagedCheckpoint,
     commit,
+    finished_steps,
     read_manifest,
     verify,
     wait_for,
@@ -36,9 +37,6 @@ from trellis.checkpoints.room import NoRoom, explained, tell_once
 from trellis.errors import UserError
 from trellis.mesh.meshes import sharding_of
 from trellis.run.folder import check_path
-
-_NAME = re.compile(r"step-(\d{8,})")
-
 
 # How often the newest checkpoint of a run that is training is looked for, if the run removes those that are being read.
 _TRIES = 3
@@ -55,14 +53,6 @@ class Restored:
     state: Any
     step: int
     data: dict = field(default_factory=dict)
-
-
-def finished_steps(folder: Path) -> list[int]:
-    """The steps of the finished checkpoints in a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = (_NAME.fullmatch(path.name) for path in folder.iterdir())
-    return sorted(int(m[1]) for m in found if m and (folder / m[0] / MANIFEST).exists())
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +361,7 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         for path in self.folder.iterdir():
-            if _NAME.fullmatch(path.name) and not (path / MANIFEST).exists():
+            if NAME.fullmatch(path.name) and not (path / MANIFEST).exists():
                 self._report(f"checkpoint {path.name} was cut off before it was finished, and is removed")
                 shutil.rmtree(path)
 

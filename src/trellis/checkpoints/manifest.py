@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import time
 import zlib
 from collections.abc import Iterable
@@ -11,12 +12,21 @@ from trellis.errors import UserError
 from trellis.files import write_json
 
 MANIFEST = "manifest.json"
+NAME = re.compile(r"step-(\d{8,})")  # of a checkpoint's folder
 _FORMAT = 1
 _CHUNK = 1 << 22
 
 
 class DamagedCheckpoint(Exception):
     """A file of a checkpoint is missing or does not hold what was written."""
+
+
+def finished_steps(folder: Path) -> list[int]:
+    """The steps of the finished checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = (NAME.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(m[1]) for m in found if m and (folder / m[0] / MANIFEST).exists())
 
 
 def checksum(path: Path) -> list[int]:

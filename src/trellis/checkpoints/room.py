@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from trellis.checkpoints.manifest import MANIFEST
+from trellis.checkpoints.manifest import finished_steps
 from trellis.errors import UserError
 from trellis.files import no_room, refused
 
@@ -19,13 +19,12 @@ def explained(error: BaseException, folder: Path) -> BaseException:
     reason = no_room(error)
     if not reason:
         return error
-    before = any(folder.parent.glob(f"step-*/{MANIFEST}"))
     told = NoRoom(
         "The disk must have room for the run's checkpoints.",
         seen=reason,
         where=str(folder),
         fix="free some space, then run the same command again, which "
-        + ("continues after the last good checkpoint" if before else "starts over"),
+        + ("continues after the last good checkpoint" if finished_steps(folder.parent) else "starts over"),
     )
     told.__cause__ = error
     return told

@@ -32,7 +32,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis train`."""
-    from trellis.checkpoints.checkpoints import finished_steps, told_of_last_good
+    from trellis.checkpoints.checkpoints import told_of_last_good
+    from trellis.checkpoints.manifest import finished_steps
     from trellis.run.folder import check_path, claim, has_begun, new_folder, unchanged_if_refused
     from trellis.run.unheeded import check_given
     from trellis.train.choices import as_it_began, choose

@@ -8,14 +8,12 @@ value that a kernel makes and a loop keeps, and for each that it keeps and a ker
 from collections.abc import Iterator
 
 from trellis.program import Operation, Value
+from trellis.program.flow import VIEWS
 from trellis.program.manual import COLLECTIVES
-from trellis.program.reading import ENTER, KERNELS, LEAVE, LOOPS
+from trellis.program.reading import KERNELS, LOOPS
 
 # What passes its operands on, in the same order: nothing is made for them.
-_SAME = {
-    ENTER, LEAVE, "name", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "copy",
-    "optimization_barrier", "reduce_precision", "pcast", "pvary", "sharding_constraint", "layout_constraint",
-}  # fmt: skip
+_SAME = VIEWS - {"slice"} | {"broadcast_in_dim", "pcast", "sharding_constraint"}
 # What stands between a collective and what makes or reads an array: other steps of the same way, and casts.
 _PASSED = frozenset({"reshard", "convert_element_type"})
 

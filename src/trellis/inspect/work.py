@@ -150,10 +150,9 @@ def _alone(operation: Operation, what: Alone, slower: float = 1.0) -> Piece:
 
 def _copies(scan: Operation) -> Iterator[Piece]:
     for value, place in copied(scan):
-        turns = scan.times * scan.params["length"] // scan.params["unroll"]
         counted = dict(num_bytes=2.0 * value.num_bytes, slower=COPIED, alone="copied")
         piece = _piece(place, "elementwise", f"{_show(value)} copied, of a loop's stack", **counted)
-        yield dataclasses.replace(piece, times=turns, direction=scan.direction)
+        yield dataclasses.replace(piece, times=scan.times * scan.params["length"], direction=scan.direction)
 
 
 def _looped(pieces: list[Piece]) -> list[Piece]:

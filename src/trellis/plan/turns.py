@@ -7,6 +7,7 @@ waited for, and so is what is made late, as far as nothing of the same turn is l
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from trellis.program import Body, Operation
@@ -76,17 +77,14 @@ def waits(computed: Iterable[tuple[int, float]], sent: Sequence[Sent]) -> Mappin
     gathers = sorted((each for each in sent if each.is_gathered), key=lambda each: each.read)
     sums = sorted((each for each in sent if not each.is_gathered), key=lambda each: each.made)
     waited: dict[int, float] = collections.defaultdict(float)
-    come, clock = collections.deque(), 0.0  # when each gather has come: one after the other
-    for each in gathers:
-        clock += each.seconds
-        come.append((each, clock))
-    links = clock
-    clock, ends = 0.0, []
+    when = itertools.accumulate(each.seconds for each in gathers)  # each has come: one after the other
+    come = collections.deque(zip(gathers, when))
+    links, clock, ends = sum(each.seconds for each in gathers), 0.0, []
     for number, seconds in (*sorted(computed), (float("inf"), 0.0)):
         while come and come[0][0].read <= number:
-            each, when = come.popleft()
-            waited[each.key] += max(when - clock, 0.0)
-            clock = max(when, clock)
+            each, there = come.popleft()
+            waited[each.key] += max(there - clock, 0.0)
+            clock = max(there, clock)
         clock += seconds
         while sums and sums[0].made <= number:
             links = max(links, clock) + sums[0].seconds

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from trellis.checkpoints.checkpoints import Checkpoints, finished_steps
+from trellis.checkpoints.checkpoints import Checkpoints
+from trellis.checkpoints.manifest import finished_steps
 from trellis.data import Tokenizer, load_tokenizer
 from trellis.errors import UserError
 from trellis.files import typed

@@ -3,6 +3,7 @@
 import numpy as np
 
 from trellis.errors import UserError
+from trellis.files import is_utf8
 
 ROLES = ("system", "user", "assistant", "tool")
 # What a message may say beside its content. It would not be written out, and a model would learn a conversation in
@@ -37,9 +38,7 @@ def check_messages(messages: object) -> str | None:
             return f"message {i} has `{unwritten}`, which is not written out: only `content` is"
         if message.get("weight") not in (None, 0, 1):
             return f"message {i} has the weight {message['weight']!r}, not 0 or 1"
-        try:
-            message["content"].encode()
-        except UnicodeEncodeError:
+        if not is_utf8(message["content"]):
             return f"message {i} is not UTF-8: half of a surrogate pair"
     return None
 

@@ -14,6 +14,7 @@ from trellis.data.blocks import Block, Encoded, Job
 from trellis.data.tokenizer import Tokenizer
 from trellis.data.tokenizing.chat import check_messages, encode_messages
 from trellis.errors import UserError
+from trellis.files import is_utf8
 
 
 class Encoder:
@@ -41,7 +42,7 @@ class Encoder:
                 kept_numbers.append(number)
         tokens, masks, text_bytes = self._encode(kept)
         if self._ends(tokens):  # for a reader, the document would end there
-            ending = [bool(self._ends([one])) for one in tokens]
+            ending = [self._ends([one]) for one in tokens]
             problem = f"its text is encoded with {self._tokenizer.end_of_document_text!r}, which ends documents"
             errors += [(number, problem) for number, ends in zip(kept_numbers, ending, strict=True) if ends]
             kept = [text for text, ends in zip(kept, ending, strict=True) if not ends]
@@ -141,15 +142,10 @@ class Encoder:
             return value, check_messages(value)
         if not isinstance(value, str):
             return None, f"field {self._job.field!r} is {type(value).__name__}, not a string"
-        if not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                return None, "not UTF-8: half of a surrogate pair"
-        return value, None
+        return (value, None) if is_utf8(value) else (None, "not UTF-8: half of a surrogate pair")
 
-    def _ends(self, tokens):
-        return np.count_nonzero(_join(tokens, self._dtype) == self._end)
+    def _ends(self, tokens) -> bool:
+        return self._end in _join(tokens, self._dtype)
 
     def _encode(self, kept):
         if not self._job.chat:
