@@ -79,10 +79,11 @@ def slice_picture(plan: Plan) -> Markup:
         if where in arrows:
             start, end, bend, place, anchor = arrows[where]
             parts += [_arrow(start, end, part.ring, bend), _text(*place, axis, anchor=anchor)]
-        names = ", ".join(f"{axis}: {part}" for axis, part in entries)
-        words = f"{where}: {names}; a device takes in {part.bandwidth / 1e9:.0f} GB/s over it"
-        parts.append(_text(left - 110, y, words))
-        y += 18
+        lines = [f"{where}: {axis}: {part}" for axis, part in entries]  # all of them in one would be cut off
+        lines[-1] += f"; a device takes in {part.bandwidth / 1e9:.0f} GB/s over it"
+        for words in lines:
+            parts.append(_text(left - 110, y, words))
+            y += 18
     if plan.target.num_slices > 1:
         parts.append(_text(left - 110, y, f"{plan.target.num_slices} such slices, joined by the network"))
         y += 18
