@@ -83,9 +83,9 @@ def attention_alone(findings: Any, *, shapes: list[tuple[int, ...]], at_least: f
         for which, (fn, times, reads) in programs.items():  # backward: five products more, scores anew
             seconds = seconds_of(jax.jit(fn), q, k, v, at_least=at_least)
             what = f"{batch} x {pos}, {heads} heads, {kv_heads} kv heads, head_dim {head_dim}, {which}"
-            rows.append({"what": what, **_bound(forward * times, moved * reads, seconds)})
+            rows.append({"what": what, **bound_of(forward * times, moved * reads, seconds)})
             findings.tell(rows=rows)
-    _say(findings)
+    say(findings)
 
 
 def loss_alone(findings: Any, *, shapes: list[tuple[int, int, int]], at_least: float) -> None:
@@ -104,12 +104,12 @@ def loss_alone(findings: Any, *, shapes: list[tuple[int, int, int]], at_least: f
         seconds = seconds_of(measured, x, table, targets, at_least=at_least)
         moved = 2.0 * (x.nbytes + table.nbytes)
         what = f"{tokens:,} tokens, embed {embed}, vocabulary {vocab:,}"
-        rows.append({"what": what, **_bound(6.0 * tokens * embed * vocab, moved, seconds)})
+        rows.append({"what": what, **bound_of(6.0 * tokens * embed * vocab, moved, seconds)})
         findings.tell(rows=rows)
-    _say(findings)
+    say(findings)
 
 
-def _bound(flops: float, num_bytes: float, seconds: float) -> dict[str, float | None]:
+def bound_of(flops: float, num_bytes: float, seconds: float) -> dict[str, float | None]:
     """Seconds, and what the published rates allow at best."""
     chip = _chip()
     least = max(flops / chip.bf16_flops, num_bytes / chip.hbm_bandwidth) if chip else None
@@ -122,7 +122,7 @@ def _chip() -> Chip | None:
     return None if chip.name == "cpu" else chip
 
 
-def _say(findings: Any) -> None:
+def say(findings: Any) -> None:
     """One line of it all."""
     said = []
     for row in findings.values["rows"]:

@@ -14,14 +14,16 @@ from trellis import nn
 from trellis.inspect import collectives, compare
 from trellis.nn import AttentionError, dot_product_attention
 from trellis.recipes import load_run
-from trellis.train import assemble
+from trellis.train import CompiledStep, assemble
 
-WORKS = ("check_attention", "check_loss", "check_step", "check_ledger")
+WORKS = ("check_attention", "check_loss", "check_step", "check_repeat", "check_ledger")
 
 # Largest differences, as a share of the largest value: rounding to eight bits at several places.
 KERNEL_ERROR = 0.02
 # Of a loss and of a gradient's norm, relative, after up to three updates.
 LOSS_ERROR, NORM_ERROR = 0.01, 0.03
+# Kinds of narrow products that are tried.
+NARROW = ("fp8",)
 # What to try on each platform besides the formula that it is held against.
 ATTENTION = {"gpu": ("cudnn", "chunked"), "tpu": ("splash", "chunked"), "cpu": ("chunked",)}
 
@@ -45,9 +47,9 @@ def check_attention(findings: Any, *, batch: int, pos: int, head_dims: tuple[int
                     findings.tell(refused=[*findings.values.get("refused", []), f"{case}: {refused}"])
                     continue
                 for what, one, other in zip(("out", "d q", "d k", "d v"), got, right):
-                    worst[f"{case}, {what}"] = _difference(one, other)
+                    worst[f"{case}, {what}"] = difference(one, other)
     findings.tell(errors=worst)
-    _hold(findings, {name: (error, KERNEL_ERROR) for name, error in worst.items()})
+    hold(findings, {name: (error, KERNEL_ERROR) for name, error in worst.items()})
 
 
 def _attention(device, implementation: str, arrays: list, options: dict) -> list:
@@ -77,36 +79,71 @@ def check_loss(findings: Any, *, tokens: int, embed: int, vocab: int) -> None:
     got = run(*jax.device_put((x, table, targets), device))
     right = run(*jax.device_put((x.astype(jnp.float32), table.astype(jnp.float32), targets), host))
     errors = {
-        name: _difference(one, other)
+        name: difference(one, other)
         for name, one, other in zip(("loss", "d x", "d table"), jax.tree.leaves(got), jax.tree.leaves(right))
     }
     findings.tell(errors=errors)
-    _hold(findings, {name: (error, KERNEL_ERROR) for name, error in errors.items()})
+    hold(findings, {name: (error, KERNEL_ERROR) for name, error in errors.items()})
 
 
 def check_step(findings: Any, *, recipe: str, options: dict, types: tuple[str, ...]) -> None:
-    """Losses and gradient norms of three steps, against those of the CPU in float32."""
+    """Losses and gradient norms of three steps, against those of the CPU in float32.
+
+    Args:
+        findings: where it goes.
+        recipe, options: the run.
+        types: of all products, or of the MLP's and attention's alone where it is a narrow one; the CPU's are narrow, too.
+    """
     run = load_run(recipe, options)
-    right = _losses(dataclasses.replace(run, precision=nn.Precision(compute="float32")), jax.devices("cpu")[:1])
+    right = _losses(run, "float32", jax.devices("cpu")[:1])
     errors = {}
     for compute in types:
-        got = _losses(dataclasses.replace(run, precision=nn.Precision(compute=compute)), jax.devices()[:1])
-        for step, (one, other) in enumerate(zip(got, right), 1):
+        got = _losses(run, compute, jax.devices()[:1])
+        beside = _losses(run, compute, jax.devices("cpu")[:1]) if compute in NARROW else right
+        for step, (one, other) in enumerate(zip(got, beside), 1):
             for what, a, b, limit in zip(("loss", "grad norm"), one, other, (LOSS_ERROR, NORM_ERROR)):
                 errors[f"{compute}, {what} {step}"] = abs(a - b) / abs(b), limit
     findings.tell(losses=[loss for loss, _ in right], errors={name: error for name, (error, _) in errors.items()})
-    _hold(findings, errors)
+    hold(findings, errors)
 
 
-def _losses(run: Any, devices: list) -> list[tuple[float, float]]:
+def _losses(run: Any, compute: str, devices: list) -> list[tuple[float, float]]:
     """Loss and gradient norm of three steps on one batch."""
-    made = assemble(run, devices)
+    made = assemble(dataclasses.replace(run, precision=_precision(compute)), devices)
     with made.layout:
         state, batch, found = made.init(), random_batch(made), []
         for _ in range(3):
             state, metrics = made.step(state, batch)
             found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     return found
+
+
+def _precision(compute: str) -> nn.Precision:
+    if compute not in NARROW:
+        return nn.Precision(compute=compute)
+    return nn.Precision(compute=products_dtype(), products={"mlp": compute, "attention": compute})
+
+
+def check_repeat(findings: Any, *, recipe: str, options: dict, steps: int = 3) -> None:
+    """Whether a few steps made twice from one state end in the same bits."""
+    made = assemble(load_run(recipe, options), jax.devices()[:1])
+    with made.layout:
+        batch, ends = random_batch(made), []
+        program = CompiledStep(made.step, made.compiler_options)
+        for _ in range(2):
+            state = made.init()
+            for _ in range(steps):
+                state, metrics = program(state, batch)
+            ends.append(jax.tree_util.tree_leaves_with_path(jax.tree.map(_numbers, (state, metrics))))
+    differ = [jax.tree_util.keystr(path) for (path, a), (_, b) in zip(*ends) if a.tobytes() != b.tobytes()]
+    findings.tell(arrays=len(ends[0]), differ=differ)
+    if differ:
+        raise AssertionError(f"{len(differ)} of {len(ends[0])} arrays have other bits: {', '.join(differ[:3])}")
+    findings.tell(said=f"all {len(ends[0])} arrays have the same bits after {steps} steps made twice")
+
+
+def _numbers(x: jax.Array) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
 def check_ledger(findings: Any, *, recipe: str, options: dict) -> None:
@@ -121,16 +158,16 @@ def check_ledger(findings: Any, *, recipe: str, options: dict) -> None:
     comparison = compare(predicted, found, scatter_as_reduce=devices[0].platform == "cpu")
     sent = {axis: list(both) for axis, both in comparison.axes.items()}
     findings.tell(devices=len(devices), sent=sent)
-    _hold(findings, {f"bytes along {axis}": (abs(b - a) / max(a, b), 0.01) for axis, (a, b) in sent.items()})
+    hold(findings, {f"bytes along {axis}": (abs(b - a) / max(a, b), 0.01) for axis, (a, b) in sent.items()})
 
 
-def _difference(one: jax.Array, other: jax.Array) -> float:
+def difference(one: jax.Array, other: jax.Array) -> float:
     """The largest difference over the largest value."""
     one, other = (np.asarray(x, np.float32) for x in (one, other))
     return float(np.abs(one - other).max() / np.abs(other).max())
 
 
-def _hold(findings: Any, errors: dict[str, tuple[float, float]]) -> None:
+def hold(findings: Any, errors: dict[str, tuple[float, float]]) -> None:
     """Ends the row as failed where an error is above its limit, or is not a number."""
     wrong = [f"{name} is off by {error:.2%} (limit {limit:.0%})" for name, (error, limit) in errors.items()
              if not error <= limit]  # fmt: skip

@@ -29,6 +29,8 @@ def profile_of(findings: Any, step: Callable[[], Any], text: str) -> None:
     jax.profiler.start_trace(folder, create_perfetto_trace=True)
     jax.block_until_ready([step() for _ in range(STEPS)])
     jax.profiler.stop_trace()
+    with gzip.open(folder / "program.txt.gz", "wt") as file:  # what the recording's operations are
+        file.write(text)
     traces = sorted(folder.rglob("perfetto_trace.json.gz"))
     events = operations_of(traces[-1]) if traces else []
     if not events:

@@ -41,16 +41,33 @@ SMALL_LLAMA = {
     "model.head_dim": "16", "model.mlp": "128", "data.sequence_length": "64", "batch_size": "4",
     "layout.preset": "auto",
 }  # fmt: skip
+# A mixture of the recipes' families in each of their shapes, cut down until a CPU checks it in seconds.
+SMALL_MIXTURE = {
+    "model.vocab": "256", "model.embed": "64", "model.layers": "2", "model.heads": "4", "model.kv_heads": "2",
+    "model.head_dim": "16", "model.mlp": "48", "model.experts": "8", "model.experts_per_token": "2",
+    "data.sequence_length": "64", "batch_size": "4", "layout.preset": "auto", "mesh.data": "1",
+}  # fmt: skip
+LARGER = {"model.embed": "256", "model.mlp": "384", "model.head_dim": "64", "data.sequence_length": "512"}
+# As many layers of the recipes of mixtures as one device holds.
+MIXTURES = {
+    "gpt-oss, 2 layers": ("gpt_oss_20b", {"model.layers": "2", "model.vocab": "32768"}),
+    "qwen3, 3 layers": ("qwen3_30b_a3b", {"model.layers": "3", "model.vocab": "32768"}),
+    "mixtral, 1 layer": ("mixtral_8x7b", {"model.layers": "1"}),
+}
+ONE_DEVICE = {"mesh.data": "1", "batch_size": "8", "microbatches": "2", "remat.policy": "saved"}
+# Rows, inner, columns and groups of experts' products: Mixtral's, Qwen3's and GPT-OSS's.
+GROUPED = [(16_384, 4096, 14_336, 8), (131_072, 2048, 768, 128), (65_536, 2880, 2880, 32)]
 
 # Without what a CPU's compiler changes: types that it has no products in, gathers that it makes once for both passes.
 ONCE = {"precision.compute": "float32", "remat.policy": "none"}
 
 # What a search may choose besides checkpointing and microbatches: sequences in a batch, and the type at rest. 8B may
 # keep parameters and optimizer, 90 GiB in float32, in bfloat16.
-BATCHES = {"1b": (32, 64, 128), "8b": (2, 4, 8, 16)}
+BATCHES = {"1b": (32, 64, 128), "8b": (1, 2, 4, 8, 16)}
 TYPES = {"1b": ("float32",), "8b": ("bfloat16", "float32")}
 # Compiler options tried on the best 1B, where time is left.
 FLAGS = {
+    "deterministic": {"xla_gpu_deterministic_ops": "true"},
     "without Triton products": {"xla_gpu_enable_triton_gemm": "false"},
     "without command buffers": {"xla_gpu_enable_command_buffer": ""},
     "all tilings of products": {"xla_gpu_exhaustive_tiling_search": "true"},
@@ -69,6 +86,8 @@ def checks(toy: bool) -> list[Row]:
     machine |= {"at_least": MEASURED_TOY if toy else MEASURED}
     kernels = {"batch": 2, "pos": 64 if toy else 1024, "head_dims": (16,) if toy else (64, 128)}
     loss = {"tokens": 64, "embed": 32, "vocab": 96} if toy else {"tokens": 2048, "embed": 1024, "vocab": 32_768}
+    mixture = SMALL_MIXTURE if toy else SMALL_MIXTURE | LARGER
+    grouped = [(64, 32, 48, 4)] if toy else [(2000, 512, 384, 8), (4096, 256, 320, 64)]
     return [
         Row(name="machine", work="machine", given=machine),
         Row(name="check attention", work="check_attention", given=kernels),
@@ -78,6 +97,17 @@ def checks(toy: bool) -> list[Row]:
             work="check_step",
             given=step | {"types": ("bfloat16",) if toy else ("bfloat16", "float32")},
         ),
+        Row(name="check repeat", work="check_repeat", given=step),
+        Row(name="check grouped", work="check_grouped", given={"shapes": grouped}),
+        *(
+            Row(
+                name=f"check {recipe}",
+                work="check_step",
+                given={"recipe": recipe, "options": mixture, "types": ("bfloat16", "float32")},
+            )
+            for recipe in ("gpt_oss_20b", "qwen3_30b_a3b")[: 1 if toy else 2]
+        ),
+        Row(name="check fp8", work="check_step", given=step | {"types": ("fp8",)}),
         Row(name="check ledger", work="check_ledger", given={"recipe": "llama_84m", "options": sizes | small | ONCE}),
     ]
 
@@ -111,6 +141,13 @@ def explicit(size: str, toy: bool) -> Row:
     return Row(name=f"explicit {size}", work="train_explicit", given=given)
 
 
+def mixture(name: str) -> Row:
+    """A step of some layers of a mixture, with a profile."""
+    recipe, options = MIXTURES[name]
+    given = {"recipe": recipe, "options": PLAIN | ONE_DEVICE | {"layout.preset": "fsdp"} | options, "profile": True}
+    return Row(name=name, work="train_recipe", given=given)
+
+
 def all_rows(toy: bool, on: str | None) -> list[Row]:
     """Every row, in the order of worth.
 
@@ -120,11 +157,13 @@ def all_rows(toy: bool, on: str | None) -> list[Row]:
     """
     attention = [(2, 64, 4, 2, 16)] if toy else [(64, 1024, 16, 16, 128), (8, 4096, 32, 8, 128), (4, 8192, 32, 8, 128)]
     loss = [(128, 32, 96)] if toy else [(65_536, 2048, 32_768), (16_384, 4096, 128_256)]
+    grouped = [(64, 32, 48, 4)] if toy else GROUPED
     torch = SMALL_LLAMA if toy else {"batch_size": "16"}  # it keeps every activation, and has no microbatches
     measured = {"at_least": MEASURED_TOY if toy else MEASURED}
     alone = [
         Row(name="attention alone", work="attention_alone", given={"shapes": attention, **measured}),
         Row(name="loss alone", work="loss_alone", given={"shapes": loss, **measured}),
+        Row(name="grouped alone", work="grouped_alone", given={"shapes": grouped, **measured}),
     ]
     peer = Row(name="torch 1b", work="train_torch", given={"recipe": "llama_1b", "options": torch}, limit=240)
     first = [*checks(toy), planned("1b", toy, on), found("1b", 1, profile=True)]
@@ -138,6 +177,7 @@ def all_rows(toy: bool, on: str | None) -> list[Row]:
         explicit("1b", toy),
         peer,
         *alone,
+        *(mixture(name) for name in MIXTURES),
         *(found(size, rank) for rank in RANKS[1:] for size in ("1b", "8b")),
         *(row for size in ("2b", "540m", "270m", "84m") for row in (recipe(size), explicit(size, toy))),
         *(

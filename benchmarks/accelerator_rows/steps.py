@@ -25,7 +25,7 @@ from trellis.train import CompiledStep, assemble, flops_per_token, known_peak
 WORKS = ("search_settings", "train_found", "train_recipe", "train_explicit")
 
 EXPLICIT = Path(__file__).parents[2] / "examples" / "explicit_train.py"
-SECONDS = 8.0  # that steps are timed for
+SECONDS = 5.0  # that steps are timed for
 # Of a device's memory, what the second and the third choice of a search may take.
 ROOM = {1: 0.95, 2: 0.75, 3: 0.6}
 

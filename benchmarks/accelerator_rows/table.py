@@ -31,7 +31,7 @@ PUBLISHED = (
     Published("8b", "torchtitan, Llama 3.1 8B, 8k", "8 H100", 6_667, None),
 )
 # Names of rows as they are in `rows.py`, by the size that they train.
-SIZES = ("1b", "8b", "2b", "540m", "270m", "84m")
+SIZES = ("1b", "8b", "2b", "540m", "270m", "84m", "gpt-oss", "qwen3", "mixtral")
 
 
 def table(lines: Iterable[dict[str, Any]]) -> str:

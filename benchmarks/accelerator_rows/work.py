@@ -68,10 +68,11 @@ def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu" if row.on_cpu else platforms
     import alone
     import checks
+    import experts
     import steps
     import with_torch
 
-    works = {name: getattr(module, name) for module in (alone, checks, steps, with_torch) for name in module.WORKS}
+    works = {name: getattr(module, name) for module in (alone, checks, experts, steps, with_torch) for name in module.WORKS}
     try:
         works[row.work](Findings(args.out, args.folder), **row.given)
     except Missing as missing:
