@@ -92,7 +92,7 @@ def check_step(findings: Any, *, recipe: str, options: dict, types: tuple[str, .
     Args:
         findings: where it goes.
         recipe, options: the run.
-        types: of all products, or of the MLP's and attention's alone where it is a narrow one; the CPU's are narrow, too.
+        types: of all products, or of the MLP's and attention's alone if it is a narrow one; the CPU's are then, too.
     """
     run = load_run(recipe, options)
     right = _losses(run, "float32", jax.devices("cpu")[:1])

@@ -62,7 +62,8 @@ def _products(rows, weights, d, sizes):
 
 
 def _all_three(device, arrays: list, sizes: np.ndarray) -> tuple:
-    return jax.jit(_products)(*jax.device_put((*arrays, jnp.asarray(sizes, jnp.int32)), device))
+    with jax.default_device(device):  # which kernels are chosen by
+        return jax.jit(_products)(*jax.device_put((*arrays, jnp.asarray(sizes, jnp.int32)), device))
 
 
 def grouped_alone(findings: Any, *, shapes: list[tuple[int, int, int, int]], at_least: float) -> None:

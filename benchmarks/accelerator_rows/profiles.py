@@ -62,7 +62,13 @@ def operations_of(path: Path) -> list[tuple[str, float, float]]:
             break
     if not devices:
         mine = [e for e in runs if "hlo_op" in e.get("args", {})]
-    return [(e.get("args", {}).get("hlo_op", e["name"]), e["ts"] / 1e6, e.get("dur", 0) / 1e6) for e in mine]
+    return [(_operation(e), e["ts"] / 1e6, e.get("dur", 0) / 1e6) for e in mine]
+
+
+def _operation(event: dict[str, Any]) -> str:
+    """What an event says that it runs; a kernel of a GPU's command buffer says what it is called alone."""
+    operation = event.get("args", {}).get("hlo_op", event["name"])
+    return event["name"] if operation.startswith("command_buffer") else operation
 
 
 def shares(events: Iterable[tuple[str, float, float]], program: Any) -> dict[str, Any]:
@@ -79,15 +85,17 @@ def shares(events: Iterable[tuple[str, float, float]], program: Any) -> dict[str
     events = sorted(events, key=lambda event: event[1])
     whole = max(at + seconds for _, at, seconds in events) - events[0][1]
     kinds, operations, busy, end = collections.Counter(), collections.Counter(), 0.0, events[0][1]
+    called = {re.sub(r"\W", "_", name): instruction for name, instruction in program.by_name.items()}
+    find = lambda name: program.by_name.get(name) or called.get(name)
     for name, at, seconds in events:
-        instruction = program.by_name.get(name)
-        kinds[kind_of(instruction, program) if instruction else "outside of the program"] += seconds / whole
+        instruction = find(name)
+        kinds[kind_of(instruction, program) if instruction else kind_of_kernel(name)] += seconds / whole
         operations[name] += seconds / whole
         busy += max(0.0, at + seconds - max(at, end))
         end = max(end, at + seconds)
     longest = []
     for name, share in operations.most_common(15):
-        instruction = program.by_name.get(name)
+        instruction = find(name)
         source = program.source(instruction, _in_the_language) if instruction else ""
         longest.append({"operation": name, "share": share, "source": source})
     return {
@@ -114,6 +122,24 @@ def kind_of(instruction: Any, program: Any) -> str:
     if instruction.op in ("while", "conditional"):
         return "loops"
     return "copies" if instruction.op in ("copy", "transpose", "copy-start", "copy-done") else "elementwise"
+
+
+# Kernels of libraries, by what they are called, the first that fits.
+LIBRARIES = (
+    ("collectives", "nccl"),
+    ("attention", "sdpa|fmha|flash|cudnn::fusion"),
+    ("products", "gemm|nvjet|cutlass|xmma|cublas|grouped_(product|gradient)"),
+    ("copies", "memcpy|memset"),
+)
+
+
+def kind_of_kernel(name: str) -> str:
+    """The same of a kernel that no operation of the program is called by.
+
+    >>> kind_of_kernel("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN"), kind_of_kernel("memcpy32_post")
+    ('products', 'copies')
+    """
+    return next((kind for kind, pattern in LIBRARIES if re.search(pattern, name.lower())), "outside of the program")
 
 
 def _in_the_language(file: str) -> bool:

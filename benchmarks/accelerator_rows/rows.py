@@ -67,10 +67,10 @@ BATCHES = {"1b": (32, 64, 128), "8b": (1, 2, 4, 8, 16)}
 TYPES = {"1b": ("float32",), "8b": ("bfloat16", "float32")}
 # Compiler options tried on the best 1B, where time is left.
 FLAGS = {
-    "deterministic": {"xla_gpu_deterministic_ops": "true"},
-    "without Triton products": {"xla_gpu_enable_triton_gemm": "false"},
+    "deterministic": {"xla_gpu_deterministic_ops": "True"},
+    "without Triton products": {"xla_gpu_enable_triton_gemm": "False"},
     "without command buffers": {"xla_gpu_enable_command_buffer": ""},
-    "all tilings of products": {"xla_gpu_exhaustive_tiling_search": "true"},
+    "all tilings of products": {"xla_gpu_exhaustive_tiling_search": "True"},
 }
 RANKS = (1, 2, 3)
 # Seconds that a program alone is measured for, and at toy sizes, where nobody reads the figure.
@@ -79,8 +79,8 @@ MEASURED, MEASURED_TOY = 1.0, 0.01
 
 def checks(toy: bool) -> list[Row]:
     """What must hold before a figure means anything."""
-    small = {"data.sequence_length": "64", "batch_size": "4"} if toy else {"batch_size": "8"}
-    sizes = SMALL_LLAMA if toy else {"model.layers": "4", "model.kv_heads": "4", "layout.preset": "auto"}
+    small = {"data.sequence_length": "64", "batch_size": "4"} if toy else {"batch_size": "2"}
+    sizes = SMALL_LLAMA if toy else {"model.layers": "2", "model.kv_heads": "4", "layout.preset": "auto"}
     step = {"recipe": "llama_84m", "options": sizes | small}
     machine = {"size": 256 if toy else 8192, "megabytes": 8 if toy else 1024, "cpu_too": toy}
     machine |= {"at_least": MEASURED_TOY if toy else MEASURED}

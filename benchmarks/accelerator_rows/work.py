@@ -72,7 +72,9 @@ def main() -> None:
     import steps
     import with_torch
 
-    works = {name: getattr(module, name) for module in (alone, checks, experts, steps, with_torch) for name in module.WORKS}
+    works = {
+        name: getattr(module, name) for module in (alone, checks, experts, steps, with_torch) for name in module.WORKS
+    }
     try:
         works[row.work](Findings(args.out, args.folder), **row.given)
     except Missing as missing:

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import trellis as tr
 from trellis import Layout, make_mesh, reshard
@@ -34,3 +35,55 @@ def test_numbers_without_a_zero():
     with Layout(make_mesh(data=4, model=2), compute={"vocab": "model"}):
         rows = tr.take(tr.shard(tr.named(table, "vocab"), "compute"), "vocab", tr.named(np.int32([6, 1, 3]), "pos"))
     np.testing.assert_array_equal(np.asarray(rows).astype(np.float32), [4, 0.125, 0.5])
+
+
+OFTEN = 4096
+LAYOUTS = ({}, {"batch": "data"}, {"batch": "data", "vocab": "model"}, {"batch": "data", "embed": "model"})
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("compute", LAYOUTS, ids=str)
+def test_the_gradient_of_a_row_that_is_read_often_is_summed_in_float32(compute, dtype):
+    """In bfloat16 a sum of ones ends at 256, in float16 at 2048."""
+    ids = tr.named(jnp.full((8, OFTEN // 8), 3, jnp.int32), "batch pos")
+    count = lambda table: tr.take(table, "vocab", ids).astype(jnp.float32).sum().array
+    with Layout(make_mesh(data=4, model=2), compute=compute):
+        table = tr.shard(tr.zeros({"vocab": 8, "embed": 4}, dtype))
+        gradient = jax.jit(jax.grad(count))(table)
+    assert gradient.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32), OFTEN * (np.arange(8) == 3)[:, None] * np.ones(4))
+
+
+def test_so_is_that_of_a_value_that_is_looked_up_along_aligned_names():
+    ids = tr.named(jnp.full((2, OFTEN), 1, jnp.int32), "batch k")
+    count = lambda x: tr.take_along(x, "vocab", ids).astype(jnp.float32).sum().array
+    gradient = jax.grad(count)(tr.zeros({"batch": 2, "vocab": 3}, jnp.bfloat16))
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32), [[0, OFTEN, 0]] * 2)
+
+
+def test_so_is_that_of_a_lookup_by_hand():
+    ids = jnp.full((8, OFTEN // 8), 3, jnp.int32)
+
+    @tr.shard_map
+    def count(table: tr.bf16["vocab/model embed"], ids: tr.i32["batch/data pos"]) -> tr.f32["+data"]:
+        rows = tr.take("vocab/model embed, batch/data pos -> batch/data pos embed +model", table, ids)
+        rows = tr.reshard("batch/data pos embed +model -> batch/data pos embed", rows)
+        return tr.einsum("batch/data pos embed -> +data", rows.astype(jnp.float32))
+
+    with jax.set_mesh(make_mesh(data=4, model=2)):
+        table = reshard("vocab embed -> vocab/model embed", jnp.zeros((8, 4), jnp.bfloat16))
+        gradient = jax.jit(jax.grad(count))(table, reshard("batch pos -> batch/data pos", ids))
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32), OFTEN * (np.arange(8) == 3)[:, None] * np.ones(4))
+
+
+def test_second_and_forward_derivatives_of_a_narrow_table():
+    ids = tr.named(jnp.array([1, 1, 2], jnp.int32), "pos")
+    table = tr.named(jnp.arange(8, dtype=jnp.bfloat16).reshape(4, 2), "vocab embed")
+    loss = lambda t: (tr.take(t, "vocab", ids).astype(jnp.float32) ** 3).sum().array
+    wide = lambda t: loss(t.astype(jnp.float32))
+    along = tr.ones({"vocab": 4, "embed": 2}, jnp.bfloat16)
+    for fn in (lambda f, t: jax.jvp(f, (t,), (along.astype(t.dtype),))[1],
+               lambda f, t: jax.jvp(jax.grad(f), (t,), (along.astype(t.dtype),))[1].array,
+               lambda f, t: jax.grad(lambda t: jax.grad(f)(t).astype(jnp.float32).sum().array)(t).array):  # fmt: skip
+        got, right = fn(loss, table), fn(wide, table.astype(jnp.float32))
+        np.testing.assert_allclose(np.asarray(got, np.float32), right, rtol=1e-2)

@@ -4,7 +4,8 @@ Each rule was seen in the memory layouts of compiled train steps (libtpu 0.0.42;
 remain), and says why a compiler does so.
 """
 
-from trellis.program import Body, Operation, Value
+from trellis.mesh.platform import platform_of_device
+from trellis.program import Body, Operation, Program, Value
 from trellis.program.flow import VIEWS
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import KERNELS
@@ -118,6 +119,11 @@ def _has_epilogue(operation: Operation, body: Body) -> bool:
         return False
     readers = _readers(operation)
     return len(readers) == 1 and readers[0].name in _EPILOGUES
+
+
+def multiplies_as_read(program: Program) -> bool:
+    """Whether products make their operands as they read them. On GPUs libraries' kernels read what is in memory."""
+    return platform_of_device(program.device) != "cuda"
 
 
 def _readers(operation: Operation) -> list[Operation]:

@@ -111,7 +111,7 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
             over several mesh axes at once, then stays in place until a loop over layers ends its turn, beside what
             moves for the next, and that room is lost to large buffers at the highest point.
     """
-    walk = _Walk(program, of_parameters(program), held)
+    walk = _Walk(program, of_parameters(program), held, fusion.multiplies_as_read(program))
     for value, argument in zip(program.inputs, program.arguments, strict=True):
         kind = argument.kind if argument.kind in KINDS else "other"
         walk.enter(value, _Held(_Room(kind, value.device_bytes, value), pinned=True))
@@ -130,8 +130,8 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
 class _Walk:
     """A run through one body: the program, or one turn of a loop or a branch."""
 
-    def __init__(self, body: Body, weights: set[Value], held: bool):
-        self.body, self.weights, self.held = body, weights, held
+    def __init__(self, body: Body, weights: set[Value], held: bool, as_read: bool):
+        self.body, self.weights, self.held, self.as_read = body, weights, held, as_read
         self.top = isinstance(body, Program)
         self.moved = 0  # bytes of weights that are gathered and of gradients that are summed over devices
         self.loops: list[tuple[int, set[_Room]]] = []  # the bytes of each one's body, and what is around it
@@ -234,12 +234,12 @@ class _Walk:
 
     def operation(self, operation: Operation) -> None:
         lazy = operation in self.lazy
+        if lazy and not self.as_read:  # what adds to the product is fused with it, not what it multiplies
+            self.read(operation)
         if lazy or not fusion.writes(operation):
             self.fuse(operation, lazy)
             return
-        for value in operation.inputs:
-            if not self.read_as_made(operation, value):
-                self.realize(operation, value)
+        self.read(operation)
         if operation.bodies:
             self.loop(operation)
             return
@@ -256,6 +256,12 @@ class _Walk:
                 copy = dataclasses.replace(held.buffer, suffix=", transposed")
                 self.mark(copy.num_bytes, (copy,), operation.source)
         self.mark(0, (), operation.source)
+
+    def read(self, operation: Operation) -> None:
+        """What an operation reads comes into being, unless it is made as it is read."""
+        for value in operation.inputs:
+            if not self.read_as_made(operation, value):
+                self.realize(operation, value)
 
     def make(self, value: Value, room: _Room) -> _Held:
         """The memory of a result."""
@@ -307,7 +313,7 @@ class _Walk:
             self.carry(operation, inner, outer, last)
             for (inner, outer), last in zip(entering[first : first + carried], body.results)
         ]
-        inner = _Walk(body, self.weights, self.held)
+        inner = _Walk(body, self.weights, self.held, self.as_read)
         for value in body.inputs:  # carries are counted here; constants and slices of stacks are read in place
             inner.enter(value, _Held(None, pinned=True))
         for value, _ in entering[first : first + carried]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.core import eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -60,6 +61,34 @@ def linear(fun: Callable, transpose: Callable, like: Any = None) -> Callable:
         return out_trees[0].unflatten(out)
 
     return call
+
+
+def gradients_together(values: Any) -> Any:
+    """Returns a tree of arrays unchanged; their gradients are all made before any of them is used.
+
+    Left alone, compilers make the gradient of a parameter when it is needed, at the end of a step, and keep what it is
+    made of until then.
+
+    >>> jax.grad(lambda pair: sum(gradients_together(pair)))((1.0, 2.0))
+    (Array(1., dtype=float32, weak_type=True), Array(1., dtype=float32, weak_type=True))
+    """
+    leaves, structure = jax.tree.flatten(values)
+    return structure.unflatten(_unchanged(*leaves))
+
+
+@jax.custom_jvp
+def _unchanged(*arrays):
+    return arrays
+
+
+def _along(arrays, tangents):
+    there = [not isinstance(t, SymbolicZero) for t in tangents]
+    moved = iter(_fenced((), [t for t, moves in zip(tangents, there, strict=True) if moves]))
+    return arrays, tuple(next(moved) if moves else t for t, moves in zip(tangents, there, strict=True))
+
+
+_fenced = linear(lambda _, tangents: tangents, lambda _, gradients: jax.lax.optimization_barrier(gradients))
+_unchanged.defjvp(_along, symbolic_zeros=True)
 
 
 _linear = Primitive("linear")

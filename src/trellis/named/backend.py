@@ -20,7 +20,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from trellis._compat import refuses_copies
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
-from trellis.mesh.platform import device_kind_of, platform_of, unrolls_loops
+from trellis.mesh.platform import device_kind_of, longest_written_out, platform_of
 from trellis.named.tuned import tuned
 from trellis.notation import spec_of
 from trellis.notation.state import mesh_of, sharding_on, state_of
@@ -34,12 +34,12 @@ Dims = tuple[tuple[int, ...], tuple[int, ...]]
 def written_out(length: int, carried) -> bool:
     """Whether a loop of this length is written out.
 
-    On a CPU a loop copies every value that it keeps into and out of a stack; up to 16 bodies are written out instead.
+    On CPUs and GPUs a loop copies every value that it keeps into and out of a stack.
 
     Args:
         carried: the tree of arrays that the loop carries.
     """
-    return length <= 16 and unrolls_loops(carried)
+    return length <= longest_written_out(carried)
 
 
 def loop_over(body: Callable, start, parts):
@@ -79,6 +79,19 @@ def fences_gradients(a: jax.Array) -> bool:
     return platform_of(a) in ("tpu", "cpu")
 
 
+def fences_layers(values) -> bool:
+    """Whether a layer that is written out hides from the compiler what its backward pass makes again.
+
+    Those for accelerators would keep it from the forward pass, whatever the policy says. XLA's CPU compiler sees to it
+    in `made_again`.
+
+    Args:
+        values: a tree of what goes into a layer.
+    """
+    leaves = jax.tree.leaves(values)
+    return bool(leaves) and on_accelerator(leaves[0])
+
+
 def fences_sums(a: jax.Array) -> bool:
     """Whether sums of gathered rows are to be computed before what reads them.
 
@@ -91,9 +104,11 @@ def fences_sums(a: jax.Array) -> bool:
 def made_again(kept):
     """Values from which a backward pass computes others again.
 
-    XLA's CPU compiler would take those from the forward pass, and so keep them; a fence hides that they are the same.
+    Where layers are written out, XLA would take those from the forward pass, and so keep them; a fence hides that they
+    are the same. On a CPU it does so anywhere.
     """
-    return lax.optimization_barrier(kept) if platform_of(jax.tree.leaves(kept)[0]) == "cpu" else kept
+    fenced = platform_of(jax.tree.leaves(kept)[0]) == "cpu" or longest_written_out(kept) > 0
+    return lax.optimization_barrier(kept) if fenced else kept
 
 
 def swaps_by_product(a: jax.Array) -> bool:

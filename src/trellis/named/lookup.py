@@ -7,7 +7,7 @@ from trellis._compat import refuses_copies
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
-from trellis.mesh.manual.take import aligned_rows, rows_here
+from trellis.mesh.manual.take import aligned_rows, rows_here, summed_wide
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
@@ -127,9 +127,13 @@ class _Plan:
         if len(ids) == 1 and not self.aligned:
             axis = self.names.index(self.looked_up[0])
             if where is None:
-                return jnp.take(table, ids[0], axis=axis, mode="fill", fill_value=0)
-            sharding = sharding_on(table, spec_of([where.get(n, ()) for n in self.out]))
-            return table.at[(slice(None),) * axis + (ids[0],)].get(mode="fill", fill_value=0, out_sharding=sharding)
+                return summed_wide(lambda t, i: jnp.take(t, i, axis=axis, mode="fill", fill_value=0), table, ids[0])
+            how = dict(
+                mode="fill",
+                fill_value=0,
+                out_sharding=sharding_on(table, spec_of([where.get(n, ()) for n in self.out])),
+            )
+            return summed_wide(lambda t, i: t.at[(slice(None),) * axis + (i,)].get(**how), table, ids[0])
         free = [n for n in self.names if n not in (*self.aligned, *self.looked_up)]
         inner = None if where is None else spec_of([where.get(n, ()) for n in (*self.own, *free)])
         words = self.names, self.id_names, self.out

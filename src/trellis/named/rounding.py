@@ -31,10 +31,27 @@ def bytes_for(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def drawn_for(x: jax.Array, key: jax.Array) -> jax.Array:
-    """32 random bits for each element of a plain array, made where it is: `u32`."""
+    """32 bits for each element of a plain array that look random, made where it is: `u32`.
+
+    They are the element's place in the array and the key, mixed. JAX's own draws are meant for harder tests than
+    rounding is, and take a GPU longer than to read and write what is rounded: of a step of 8B parameters that rest in
+    bfloat16, 6 % (benchmarks/results/accelerator_h200.txt). Places are counted modulo 2**32.
+    """
     state = state_of(x)
     sharding = sharding_on(x, spec_of(state.axes)) if state.mode == "explicit" else None
-    return jax.random.bits(key, x.shape, jnp.uint32, out_sharding=sharding)
+    first, *_, last = jax.random.key_data(key)
+    place = jnp.zeros((), jnp.uint32)
+    for dim, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, x.shape, dim, out_sharding=sharding)
+    return _mixed(_mixed(place + first) ^ last)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A permutation of 32 bits in which each bit of the result depends on all (Wellons, 2018, "Prospecting for hash
+    functions", lowbias32)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
 
 
 def at_random(x: jax.Array, dtype, chance: jax.Array, *, squares: bool = False) -> jax.Array:

@@ -107,7 +107,7 @@ def only(*names: str, offload: tuple[str, ...] = ()) -> Keep:
     return Keep(names=names, offload=offload)
 
 
-def checkpoint(fn: Callable, policy: Keep | Callable | None) -> Callable:
+def checkpoint(fn: Callable, policy: Keep | Callable | None, *, fenced: bool = False) -> Callable:
     """The function with its intermediate values kept as the policy says (None: as JAX would).
 
     With `Keep(names=None)` this is explicit activation checkpointing: what is marked with
@@ -116,6 +116,8 @@ def checkpoint(fn: Callable, policy: Keep | Callable | None) -> Callable:
     Args:
         fn: any function.
         policy: a `Keep`, or a policy of JAX's such as `jax.checkpoint_policies.dots_saveable`.
+        fenced: hides from compilers that what is made again was made before; they would keep it. In a loop they do not
+            see it.
 
     Raises:
         TypeMismatch: it is neither.
@@ -127,4 +129,4 @@ def checkpoint(fn: Callable, policy: Keep | Callable | None) -> Callable:
             f"a policy must be a Keep or one of jax.checkpoint's, got {policy!r}, in checkpoint: pass "
             "Keep(('hidden',)), Keep() or jax.checkpoint_policies.dots_saveable"
         )
-    return jax.checkpoint(fn, policy=policy.policy() if isinstance(policy, Keep) else policy, prevent_cse=False)
+    return jax.checkpoint(fn, policy=policy.policy() if isinstance(policy, Keep) else policy, prevent_cse=fenced)

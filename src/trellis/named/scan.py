@@ -7,8 +7,10 @@ import jax.numpy as jnp
 
 from trellis._compat import derivatives_around
 from trellis.mesh.layout import current_layout
+from trellis.mesh.linear import gradients_together
 from trellis.named.array import is_named
 from trellis.named.axis import Name, name_of
+from trellis.named.backend import fences_layers
 from trellis.named.carry import Elsewhere, check_carry, pinned
 from trellis.named.index import positions
 from trellis.named.mapped import entered, front, inside, is_mapped, length_of, named_leaves, restore
@@ -84,8 +86,12 @@ def loop(
             return pinned(new), entered(y, "scan", copies=False)  # JAX cannot take a stack of partial sums apart
 
         def run(carry):
-            one = checkpoint(body, _without_copies(policy))
-            if own or 0 < length <= unroll:
+            written = bool(own) or 0 < length <= unroll
+            fenced = written and fences_layers((carry, moving, own))
+            one = checkpoint(body, _without_copies(policy), fenced=fenced)
+            if fenced:
+                one = _apart(one)
+            if written:
                 return _written_out(once(one), carry, moving, length, reverse, own)
             if unroll > 1:
                 return _in_groups(once(one), carry, moving, length, unroll, reverse)
@@ -100,6 +106,11 @@ def loop(
         return carry, restore(ys, name, "scan")
 
     return scanned
+
+
+def _apart(body: Callable) -> Callable:
+    """A body of a loop that is written out, whose backward pass ends before the next one's begins, as in a loop."""
+    return lambda carry, *parts: body(*gradients_together((carry, *parts)))
 
 
 def _without_copies(policy: Keep | Callable | None) -> Keep | Callable | None:

@@ -20,6 +20,10 @@ from trellis.train.summary import device_bytes
 _CERTAIN = 2
 
 
+# Options of XLA for GPUs, either of which makes sums in one order.
+_ORDERED = ("xla_gpu_exclude_nondeterministic_ops", "xla_gpu_deterministic_ops")
+
+
 def check_marks(run: Run, program: Program) -> None:
     """Refuses names of kept values that nothing in a step has as a mark, nor would have on another layout.
 
@@ -69,13 +73,13 @@ def check_guard(memory: Mapping[str, int], assembled: Assembled) -> None:
         rule="Replaying a step needs memory for another state.",
         fix=fix,
     )
-    option = "xla_gpu_deterministic_ops"
-    if platform_of_devices(mesh) == "cuda" and assembled.compiler_options.get(option, "").lower() != "true":
+    ordered = any(assembled.compiler_options.get(option, "").lower() == "true" for option in _ORDERED)
+    if platform_of_devices(mesh) == "cuda" and not ordered:
         raise UserError(
             "Replaying a step needs deterministic operations on a GPU: both results must have the same bits.",
             seen=f"guard.every={run.guard.every}, and parts of the state that are held once",
             where="guard.replay",
-            fix=f"add --compiler_options.{option} true, or use --guard.replay false",
+            fix=f"add --compiler_options.{_ORDERED[0]} True, or use --guard.replay false",
         )
 
 

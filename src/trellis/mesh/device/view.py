@@ -28,6 +28,7 @@ from trellis.mesh.device.moves import moved
 from trellis.notation.state import State
 from trellis.program.sizes import state_at
 from trellis.program.source import source_of
+from trellis.program.trace import Untraced
 
 
 class DeviceViewError(UserError, NotImplementedError):
@@ -157,14 +158,16 @@ def _placed(state: State) -> bool:
 
 
 def _called(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The program of a call: of a jitted function, of one with a gradient of its own, of a checkpointed one."""
+    """The program of a call: of a jitted, a checkpointed or a linear function, or of one with its own gradient."""
     if equation.primitive.name not in _CALLS:
         return None
     inner = next(equation.params[name] for name in ("jaxpr", "call_jaxpr") if name in equation.params)
+    if isinstance(inner, Untraced):
+        return inner.program_of([v.aval for v in equation.invars])
     return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
 
 
-_CALLS = frozenset("jit pjit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call".split())
+_CALLS = frozenset("jit pjit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call linear".split())
 
 
 def _bound(equation: JaxprEqn, args: list) -> list:

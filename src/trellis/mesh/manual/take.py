@@ -172,7 +172,29 @@ def aligned_rows(table, ids, looked_up: Names, words: tuple[Names, Names, Names]
     for _ in aligned:
         at = jax.vmap(at)
     made = (*aligned, *own, *free)
-    return jnp.transpose(at(table, *ids), [made.index(n) for n in out])
+    return jnp.transpose(summed_wide(at, table, *ids), [made.index(n) for n in out])
+
+
+def summed_wide(lookup, table, *ids):
+    """A lookup, whose gradient is summed in float32 if the table's type is narrower.
+
+    In eight bits of mantissa a sum of ones ends at 256: the gradient of a row that is read more often would be lost.
+
+    Args:
+        lookup: `lookup(table, *ids)`, linear in the table.
+        table: any array.
+        ids: arrays.
+    """
+    if table.dtype not in (jnp.bfloat16, jnp.float16):
+        return lookup(table, *ids)
+    like = jax.typeof(table)
+
+    def back(ids, gradient):
+        wide = like.update(dtype=jnp.dtype(jnp.float32), weak_type=False)
+        (summed,) = jax.linear_transpose(lambda table: lookup(table, *ids), wide)(gradient.astype(jnp.float32))
+        return summed.astype(like.dtype)
+
+    return linear(lambda ids, table: lookup(table, *ids), back)(ids, table)
 
 
 def from_start(ids, size: int):
@@ -185,7 +207,8 @@ def from_start(ids, size: int):
 
 
 def _rows(table, ids, axis: int):
-    return jnp.take(table, _wide(ids), axis=axis, mode="fill", fill_value=0)
+    at = lambda table, ids: jnp.take(table, ids, axis=axis, mode="fill", fill_value=0)
+    return summed_wide(at, table, _wide(ids))
 
 
 def _wide(ids):

@@ -36,8 +36,10 @@ def onto(totals: list[jax.Array], function: Callable, *args) -> list[jax.Array]:
 
 
 def _scatter(v, makes: dict) -> JaxprEqn | None:
-    """The operation that makes a value by adding rows to zeros alone; None if it is made otherwise."""
+    """The operation that makes a value, converted or not, by adding rows to zeros alone; None if there is none."""
     maker = None if isinstance(v, Literal) else makes.get(v)
+    while maker is not None and maker.primitive.name == "convert_element_type":
+        maker = makes.get(maker.invars[0])
     if maker is None or maker.primitive.name != "scatter-add":
         return None
     zeros = makes.get(maker.invars[0])

@@ -5,11 +5,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from trellis._compat import refuses_copies
 from trellis.mesh.layout import current_layout
-from trellis.mesh.linear import linear
+from trellis.mesh.linear import gradients_together
 from trellis.named import NamedArray, arange, dot, equal, exp, outer, stop_gradient, where
 from trellis.named.backend import on_accelerator
 from trellis.named.narrow import TYPES, Kind, Narrow
@@ -79,7 +78,9 @@ def next_token_loss(
     if layout is not None and state_of(hidden.array).mode == "explicit":
         batch, pos, vocab, _ = layout.assign(_NAMES)
         if on_accelerator(hidden.array):
-            arrays = gradients_together(hidden.array, unembedding.array)
+            # Left alone, a compiler sums the unembedding's gradient over devices at the end of the step, and keeps each
+            # device's whole part of it, a gigabyte for an 8B model, through all layers.
+            arrays = gradients_together((hidden.array, unembedding.array))
             hidden, unembedding = (n.with_array(a) for n, a in zip((hidden, unembedding), arrays, strict=True))
         hidden = move(hidden, (batch, pos, ()), frozenset(vocab))
         in_chunks = bias is None and _in_chunks(targets.size, unembedding, batch + pos, vocab, kind)
@@ -181,17 +182,3 @@ def _in_chunks(count: int, unembedding: NamedArray, tokens, vocab, kind: Kind | 
     mesh = jax.typeof(unembedding.array).sharding.mesh
     few = count <= unembedding.shape["embed"] * math.prod(mesh.shape[axis] for axis in tokens)
     return few and bool(rows) != bool(columns) and set(rows + columns) <= set(tokens)
-
-
-@jax.custom_jvp
-def gradients_together(hidden: jax.Array, unembedding: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns both unchanged; their gradients are made together, before the layers' backward passes begin.
-
-    Left alone, a compiler sums the unembedding's gradient over devices at the end of the step, and keeps each device's
-    whole part of it, a gigabyte for an 8B model, through all layers.
-    """
-    return hidden, unembedding
-
-
-_together = linear(lambda _, tangents: tangents, lambda _, gradients: lax.optimization_barrier(gradients))
-gradients_together.defjvp(lambda arrays, tangents: (arrays, _together((), tangents)))

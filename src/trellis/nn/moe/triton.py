@@ -23,6 +23,9 @@ from trellis.program.said import as_it_lies, grouped_work
 # run together share operands in the cache if they walk over a few tiles of rows before the next one of columns.
 ROWS, COLUMNS, SUMMED, ACROSS = 128, 256, 64, 8
 LAUNCH = plgpu.CompilerParams(num_warps=8, num_stages=3)
+# The sum over gathered rows loads each of them by its place; with these tiles it takes 0.71 to 0.74 of the time on an
+# H200, and other kernels up to 1.4 (benchmarks/grouped_tiles.py).
+GATHERED_COLUMNS, GATHERED_LAUNCH = 128, plgpu.CompilerParams(num_warps=4, num_stages=4)
 LEAST = 16  # a tile's shortest side: less fills no matrix unit
 NOWHERE = 2**31 - 1  # a place in no array
 
@@ -185,10 +188,11 @@ def weights_gradient(
     """
     count, groups = (rows if sources is None else sources).shape[0], sizes.shape[0]
     inner, columns = rows.shape[1], d.shape[1]
-    down, across, summed = _side(inner, ROWS), _side(columns, COLUMNS), SUMMED * 2 // rows.dtype.itemsize
+    gathers = {name: x for name, x in (("rows", sources), ("d", d_sources)) if x is not None}
+    most, launch = (GATHERED_COLUMNS, GATHERED_LAUNCH) if gathers else (COLUMNS, LAUNCH)
+    down, across, summed = _side(inner, ROWS), _side(columns, most), SUMMED * 2 // rows.dtype.itemsize
     ends = jnp.cumsum(sizes.astype(jnp.int32))
     lying = _lying(outer, groups, inner, columns)
-    gathers = {name: x for name, x in (("rows", sources), ("d", d_sources)) if x is not None}
     shape, given = shaped(lying, dtype, ends - sizes, ends, *gathers.values(), rows, d)
     how = dict(down=down, across=across, summed=summed, outer=outer, gathers=tuple(gathers))
     call = pl.pallas_call(
@@ -196,7 +200,7 @@ def weights_gradient(
         name="_gathers_".join(["grouped_gradient", *gathers]) + _suffix(outer),
         grid=(-(-inner // down) * -(-columns // across), groups),
         out_shape=shape,
-        compiler_params=LAUNCH,
+        compiler_params=launch,
         interpret=interpret,
     )
     with grouped_work(count, inner, columns, groups=groups, tile=summed, over_rows=True):
