@@ -132,10 +132,12 @@ def test_time_in_which_a_device_has_nothing_to_do(tmp_path, accelerator):
 
 
 def test_examples_in_its_docstrings(accelerator):
+    import experts
+    import profiles
     import steps
     import texts
 
-    for module in (accelerator, steps, texts):
+    for module in (accelerator, experts, profiles, steps, texts):
         tried = doctest.testmod(module)
         assert tried.attempted and not tried.failed
 
@@ -148,3 +150,20 @@ def test_steps_of_recipes_have_room_on_one_device(accelerator, size):
     given, where = recipe(size).given, target("1xH100")
     plan = quick_plan(load_run(given["recipe"], given["options"]), where)
     assert plan.memory.peak < 0.95 * where.chip.hbm_bytes
+
+
+def test_kernels_of_a_command_buffer_are_told_apart_by_what_they_are_called(tmp_path, accelerator):
+    """XLA names all of them after the buffer; its own kernels are called like their operations, libraries' are not."""
+    from profiles import operations_of, shares
+
+    named = lambda tid, what, name: {"ph": "M", "pid": 1, "tid": tid, "name": what, "args": {"name": name}}
+    ran = lambda name, ts: {"ph": "X", "pid": 1, "tid": 5, "name": name, "ts": ts, "dur": 10,
+                            "args": {"hlo_op": "command_buffer_1"}}  # fmt: skip
+    kernels = ("sine_3", "nvjet_sm90_tst_128x256", "cudnn_flash_bprop", "memcpy32_post", "something_else")
+    events = [named(0, "process_name", "/device:GPU:0"), named(5, "thread_name", "Stream #5(Compute)")]
+    events += [ran(name, 10 * i) for i, name in enumerate(kernels)]
+    with gzip.open(tmp_path / "perfetto_trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    found = shares(operations_of(tmp_path / "perfetto_trace.json.gz"), parse_program(GPU_PROGRAM))
+    kinds = ("elementwise", "products", "attention", "copies", "outside of the program")
+    assert found["kinds"] == pytest.approx(dict.fromkeys(kinds, 0.2)) and found["idle"] == pytest.approx(0)

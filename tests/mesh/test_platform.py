@@ -4,12 +4,13 @@ import os
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import trellis as tr
 from tests.train import forks
 from trellis.cores import usable_cores
-from trellis.mesh.platform import leave_threads
+from trellis.mesh.platform import leave_threads, platform_of
 
 
 def test_several_collectives_of_each_device_have_a_thread(monkeypatch):
@@ -30,6 +31,16 @@ def test_a_mesh_of_ones_own_program_leaves_them(said, monkeypatch):
     process = forks.start("tests.mesh.test_platform", said)
     printed = process.communicate(timeout=60)[0].split()
     assert printed == ["3", str(max(24, usable_cores()))], process.said("err")
+
+
+def test_without_a_mesh_the_default_device_says_where_a_value_will_live(monkeypatch):
+    """A function for the host of a machine whose backend is a GPU gets the CPU's kernels."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert platform_of(jnp.ones(2)) == "cuda"
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert platform_of(jnp.ones(2)) == "cpu"
+    with jax.default_device("cpu"):
+        assert platform_of(jnp.ones(2)) == "cpu"
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ import pytest
 
 import trellis as tr
 from trellis.errors import UserError
+from trellis.named.rounding import drawn_for
 from trellis.nn import Precision
 from trellis.optim.updated import moved, updated
 
@@ -46,6 +47,19 @@ def test_a_number_becomes_one_of_its_neighbours(dtype):
     drawn = np.stack([np.asarray(updated(params, change, jax.random.key(n))["w"], np.float64) for n in range(64)])
     assert (np.abs(drawn - exact) <= apart * (1 + 1e-6)).all()
     assert np.abs(drawn.mean(0) - exact).max() < 6 * apart.max() / 2 / 8
+
+
+def test_what_is_drawn_looks_random():
+    """Evenly spread, in each bit, and of one place with the next and of one key with another unrelated: as far from that
+    as chance takes it, give or take four deviations."""
+    x, keys = jnp.zeros((64, 32, 16)), [jax.random.fold_in(jax.random.key(3), n) for n in range(16)]
+    drawn = np.stack([np.asarray(drawn_for(x, key)).ravel() for key in keys])
+    share, chance = drawn / 2.0**32, 4 / drawn.size**0.5
+    assert abs(share.mean() - 0.5) < chance / 12**0.5 and abs(share.var() - 1 / 12) < chance / 180**0.5
+    assert all(abs((drawn >> bit & 1).mean() - 0.5) < chance / 2 for bit in range(32))
+    related = lambda a, b: abs(np.corrcoef(a.ravel(), b.ravel())[0, 1])
+    assert max(related(share[:, :-lag], share[:, lag:]) for lag in (1, 16, 512)) < chance
+    assert related(share[:-1], share[1:]) < chance
 
 
 def test_the_same_on_every_mesh():

@@ -224,3 +224,16 @@ def test_a_step_is_not_made_twice_where_there_is_no_room(monkeypatch):
     assert error.value.fix.startswith("use --guard.replay false")
     for other in (GuardRule(every=2, replay=False), GuardRule()):
         checks.check_guard(memory, dataclasses.replace(assembled, run=dataclasses.replace(assembled.run, guard=other)))
+
+
+def test_on_a_gpu_a_step_is_made_twice_only_if_its_sums_have_an_order(monkeypatch):
+    assembled = assemble(small("fsdp"), jax.devices())
+    monkeypatch.setattr(checks, "platform_of_devices", lambda mesh: "cuda")
+    option = "xla_gpu_exclude_nondeterministic_ops"
+    with pytest.raises(UserError, match="deterministic operations on a GPU") as error:
+        checks.check_guard({}, assembled)
+    assert error.value.fix == f"add --compiler_options.{option} True, or use --guard.replay false"
+    for ordered in (option, "xla_gpu_deterministic_ops"):
+        checks.check_guard({}, dataclasses.replace(assembled, compiler_options={ordered: "True"}))
+    with pytest.raises(UserError, match="deterministic operations"):
+        checks.check_guard({}, dataclasses.replace(assembled, compiler_options={option: "False"}))

@@ -31,8 +31,8 @@ class Stacked(eqx.Module):
         block: the block, with stacked parameters; a tuple of blocks if they are taken apart.
         axis: the layers' axis.
         unrolled: one after the other instead of a scan.
-        unroll: how many layers one iteration of the scan holds. None: on a CPU, where a loop copies every saved value
-            into and out of a stack, all of them if there are at most 16; else one.
+        unroll: how many layers one iteration of the scan holds. None: on a CPU and on a GPU that is alone, where a loop
+            copies every saved value into and out of a stack, all of them if there are at most 16 or 64; else one.
     """
 
     block: eqx.Module | tuple[eqx.Module, ...]
@@ -60,10 +60,10 @@ class Stacked(eqx.Module):
         return jax.tree.map(lambda p: index(p, {self.axis.name: i}) if is_named(p) else p, self.block, is_leaf=is_named)
 
     def apart(self) -> "Stacked":
-        """The same layers, each with parameters of its own, if a CPU writes them out; else these layers.
+        """The same layers, each with parameters of its own, if they are written out; else these layers.
 
-        If several microbatches use the parameters, XLA's CPU compiler cuts each layer's out of the stack for every one,
-        and stacks the gradients of all layers for every one.
+        If several microbatches use the parameters, XLA cuts each layer's out of the stack for every one, and stacks the
+        gradients of all layers for every one.
         """
         leaves, structure = jax.tree.flatten(self.block, is_leaf=is_named)
         stacked = [is_named(p) and self.axis.name in p.names for p in leaves]

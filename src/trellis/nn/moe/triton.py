@@ -24,7 +24,7 @@ from trellis.program.said import as_it_lies, grouped_work
 ROWS, COLUMNS, SUMMED, ACROSS = 128, 256, 64, 8
 LAUNCH = plgpu.CompilerParams(num_warps=8, num_stages=3)
 # The sum over gathered rows loads each of them by its place; with these tiles it takes 0.71 to 0.74 of the time on an
-# H200, and other kernels up to 1.4 (benchmarks/grouped_tiles.py).
+# H200, where the other kernels would take up to 1.5 times theirs (benchmarks/results/accelerator_h200.txt).
 GATHERED_COLUMNS, GATHERED_LAUNCH = 128, plgpu.CompilerParams(num_warps=4, num_stages=4)
 LEAST = 16  # a tile's shortest side: less fills no matrix unit
 NOWHERE = 2**31 - 1  # a place in no array
