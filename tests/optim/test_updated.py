@@ -50,8 +50,8 @@ def test_a_number_becomes_one_of_its_neighbours(dtype):
 
 
 def test_what_is_drawn_looks_random():
-    """Evenly spread, in each bit, and of one place with the next and of one key with another unrelated: as far from that
-    as chance takes it, give or take four deviations."""
+    """Evenly spread, also in each bit, and unrelated from place to place and from key to key: off by less than four
+    deviations."""
     x, keys = jnp.zeros((64, 32, 16)), [jax.random.fold_in(jax.random.key(3), n) for n in range(16)]
     drawn = np.stack([np.asarray(drawn_for(x, key)).ravel() for key in keys])
     share, chance = drawn / 2.0**32, 4 / drawn.size**0.5
