@@ -13,6 +13,8 @@ from trellis.commands.command import Command, whole
 from trellis.errors import UserError
 
 _PIP = f"{sys.executable} -m pip install"
+# The folder of a clone: of its `src/trellis/commands`.
+SOURCE = Path(__file__).parents[3]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +40,10 @@ def execute(args: argparse.Namespace) -> int:
         jax.config.update("jax_num_cpu_devices", args.devices)
     print(f"python           {platform.python_version()} at {sys.executable}")
     print(f"machine          {platform.system()} {platform.machine()}, {usable_cores()} cores")
-    for name, version in dependencies(importlib.metadata.distribution("trellis")):
+    installed = distribution()
+    if installed is None:
+        print(f"trellis          not installed, only found at {SOURCE}: {_PIP} {SOURCE}")
+    for name, version in dependencies(installed) if installed else ():
         print(f"{name:<16} {version or f'missing: {_PIP} {name}'}")
     devices = jax.devices()
     cpus = are_cpus(devices)
@@ -58,11 +63,21 @@ def execute(args: argparse.Namespace) -> int:
         print(f"an operation     takes {m.launch * 1e6:.1f} us at least (measured)")
     for advice in advise(devices[0].platform, Path("/dev")):
         print(advice)
+    if installed is None:
+        return 0
     print("\nextras")
-    for extra in extras(importlib.metadata.distribution("trellis")):
+    for extra in extras(installed):
         missing = f"missing {', '.join(extra.missing)}: {_PIP} 'trellis[{extra.name}]'"
         print(f"  {extra.name:<14} {missing if extra.missing else 'installed'}")
     return 0
+
+
+def distribution() -> importlib.metadata.Distribution | None:
+    """What is installed of Trellis; None if it runs from a folder on Python's path."""
+    try:
+        return importlib.metadata.distribution("trellis")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 class Extra(NamedTuple):
