@@ -117,7 +117,9 @@ def planned(size: str, toy: bool, on: str | None) -> Row:
     recipe, options = ("llama_1b", PLAIN) if size == "1b" else ("llama_8b", PLAIN | {"data.sequence_length": "4096"})
     given = {"recipe": recipe, "options": options | (SMALL_LLAMA if toy else {}), "on": on}
     given |= {"batches": (4,) if toy else BATCHES[size], "types": ("float32",) if toy else TYPES[size]}
-    return Row(name=f"plan {size}", work="search_settings", given=given | {"most": 2 if toy else 6}, on_cpu=True)
+    return Row(
+        name=f"plan {size}", work="search_settings", given=given | {"most": 2 if toy else 6}, limit=400, on_cpu=True
+    )
 
 
 def found(size: str, rank: int, **more: object) -> Row:

@@ -76,6 +76,21 @@ def test_so_is_that_of_a_lookup_by_hand():
     np.testing.assert_array_equal(np.asarray(gradient, np.float32), OFTEN * (np.arange(8) == 3)[:, None] * np.ones(4))
 
 
+def test_so_is_that_of_mapped_lookups():
+    """Of one table at mapped positions, of mapped tables, and of both mapped twice."""
+    ids = jnp.full((8, OFTEN // 8), 3, jnp.int32)
+    rows = lambda table, ids: tr.take("vocab embed, pos -> pos embed", table, ids).astype(jnp.float32).sum()
+    once = lambda table: jax.vmap(rows, (None, 0))(table, ids).sum()
+    twice = lambda table: jax.vmap(jax.vmap(rows, (None, 0)), (0, None))(table, ids).sum()
+    named = lambda table: tr.vmap(
+        lambda ids: tr.take(tr.named(table, "vocab embed"), "vocab", ids).astype(jnp.float32).sum(), "batch"
+    )(tr.named(ids, "batch pos")).sum().array  # fmt: skip
+    right = OFTEN * (np.arange(8) == 3)[:, None] * np.ones(4)
+    for loss, shape in ((once, (8, 4)), (named, (8, 4)), (twice, (2, 8, 4))):
+        gradient = jax.jit(jax.grad(loss))(jnp.zeros(shape, jnp.bfloat16))
+        np.testing.assert_array_equal(np.asarray(gradient, np.float32), np.broadcast_to(right, shape))
+
+
 def test_second_and_forward_derivatives_of_a_narrow_table():
     ids = tr.named(jnp.array([1, 1, 2], jnp.int32), "pos")
     table = tr.named(jnp.arange(8, dtype=jnp.bfloat16).reshape(4, 2), "vocab embed")

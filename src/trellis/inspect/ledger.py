@@ -55,10 +55,12 @@ def ledger_of(program: Program, load: float | None = None, *, refuse: bool = Tru
         PendingSumError: a sum that is settled in a loop is made pending again there.
         UserError: a gradient of windows over slices that compilers get wrong.
     """
+    sizes = {name: size for name, size in program.mesh.items() if size > 1}
+    if not sizes:  # one device: nothing moves
+        return Ledger((), sizes, program.auto)
     rows = _Rows(program, load).of(program)
     if refuse:
         refuse_wrong(program)
-    sizes = {name: size for name, size in program.mesh.items() if size > 1}
     return Ledger(tuple(rows), sizes, program.auto)
 
 

@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from trellis.program.trace import Untraced
 
 
-def linear(fun: Callable, transpose: Callable, like: Any = None) -> Callable:
+def linear(fun: Callable, transpose: Callable, like: Any = None, mapped: Callable | None = None) -> Callable:
     """A linear function, with the transpose that reverse mode runs for it.
 
     >>> import jax.numpy as jnp
@@ -33,6 +33,8 @@ def linear(fun: Callable, transpose: Callable, like: Any = None) -> Callable:
             None for its gradient.
         like: arrays of the types that `fun` returns, where they are at hand: then `fun` is not traced before something
             needs its program, and a gradient does not.
+        mapped: what `jax.vmap` makes of it, `mapped(fixed, moving, dims)`, with the new dimension first; `dims` are the
+            mapped dimensions of both, None for what is not mapped. Without it, a mapped function has JAX's gradient.
     """
 
     def call(fixed, moving):
@@ -57,7 +59,11 @@ def linear(fun: Callable, transpose: Callable, like: Any = None) -> Callable:
             leaves, tree = jax.tree.flatten(like)
             out_trees.append(tree)
             jaxpr = Untraced(flat, [jax.typeof(leaf) for leaf in leaves])
-        out = _linear.bind(*first, *second, jaxpr=jaxpr, transpose=flat_transpose, count=count)
+        again = None
+        if mapped is not None:
+            parts = lambda flat: (fixed_tree.unflatten(flat[:count]), moving_tree.unflatten(flat[count:]))
+            again = lambda arrays, dims: jax.tree.leaves(mapped(*parts(arrays), parts(dims)))
+        out = _linear.bind(*first, *second, jaxpr=jaxpr, transpose=flat_transpose, count=count, mapped=again)
         return out_trees[0].unflatten(out)
 
     return call
@@ -95,36 +101,37 @@ _linear = Primitive("linear")
 _linear.multiple_results = True
 
 
-def _run(*arrays, jaxpr: ClosedJaxpr | Untraced, transpose: Callable, count: int):
+def _run(*arrays, jaxpr: ClosedJaxpr | Untraced, **_):
     if isinstance(jaxpr, Untraced):
         return jaxpr.fun(*arrays)
     return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays)
 
 
-def _jvp(primals, tangents, *, jaxpr: ClosedJaxpr | Untraced, transpose: Callable, count: int):
-    out = _linear.bind(*primals, jaxpr=jaxpr, transpose=transpose, count=count)
+def _jvp(primals, tangents, *, count: int, **how):
+    out = _linear.bind(*primals, count=count, **how)
     terms = []
     fixed, moving = primals[:count], tangents[count:]
     if not all(type(t) is ad.Zero for t in moving):
         moving = [ad.instantiate_zeros(t) for t in moving]
-        terms.append(_linear.bind(*fixed, *moving, jaxpr=jaxpr, transpose=transpose, count=count))
+        terms.append(_linear.bind(*fixed, *moving, count=count, **how))
     if not all(type(t) is ad.Zero for t in tangents[:count]):
         changed = [ad.instantiate_zeros(t) for t in tangents[:count]]
-        run = lambda *fixed: _run(*fixed, *primals[count:], jaxpr=jaxpr, transpose=transpose, count=count)
+        run = lambda *fixed: _run(*fixed, *primals[count:], **how)
         terms.append(jax.jvp(run, tuple(fixed), tuple(changed))[1])
     return out, [ad.add_tangents(*each) if len(each) == 2 else each[0] for each in zip(*terms, strict=True)]
 
 
-def _transpose(gradients, *arrays, jaxpr: ClosedJaxpr | Untraced, transpose: Callable, count: int):
+def _transpose(gradients, *arrays, transpose: Callable, count: int, **_):
     found = transpose(arrays[:count], [None if type(g) is ad.Zero else g for g in gradients])
     wanted = [ad.is_undefined_primal(a) for a in arrays[count:]]
     return [None] * count + [g if w else None for g, w in zip(found, wanted, strict=True)]
 
 
-def _batch(arrays, dims, *, jaxpr: ClosedJaxpr | Untraced, transpose: Callable, count: int):
-    # When it is mapped, JAX sees the linear function itself, with JAX's own gradient.
-    run = lambda *arrays: _run(*arrays, jaxpr=jaxpr, transpose=transpose, count=count)
-    out = jax.vmap(run, in_axes=dims)(*arrays)
+def _batch(arrays, dims, *, jaxpr: ClosedJaxpr | Untraced, mapped: Callable | None, **_):
+    if mapped is not None:
+        out = mapped(arrays, dims)
+    else:  # JAX sees the linear function itself, with JAX's own gradient
+        out = jax.vmap(lambda *arrays: _run(*arrays, jaxpr=jaxpr), in_axes=dims)(*arrays)
     return out, [0] * len(out)
 
 

@@ -85,8 +85,8 @@ def _device(x: jax.Array) -> Any:
 
 # The longest loops over layers that are written out. A loop copies all that it keeps for the backward pass into a stack
 # and out of it, and each layer's parameters out of theirs. On an H200 these copies took 18 % of a step of 1B parameters
-# that keeps everything, and 6 % of one that keeps what it must (benchmarks/results/accelerator). A compiler takes a
-# second or two for each layer.
+# that keeps everything, and 6 % of one that keeps what it must (benchmarks/results/accelerator_h200.txt). A compiler
+# takes a second or two for each layer.
 _WRITTEN_OUT = {"cpu": 16, "cuda": 64}
 
 

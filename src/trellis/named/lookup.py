@@ -128,12 +128,9 @@ class _Plan:
             axis = self.names.index(self.looked_up[0])
             if where is None:
                 return summed_wide(lambda t, i: jnp.take(t, i, axis=axis, mode="fill", fill_value=0), table, ids[0])
-            how = dict(
-                mode="fill",
-                fill_value=0,
-                out_sharding=sharding_on(table, spec_of([where.get(n, ()) for n in self.out])),
-            )
-            return summed_wide(lambda t, i: t.at[(slice(None),) * axis + (i,)].get(**how), table, ids[0])
+            at, out = (slice(None),) * axis, sharding_on(table, spec_of([where.get(n, ()) for n in self.out]))
+            rows = lambda t, i: t.at[(*at, i)].get(mode="fill", fill_value=0, out_sharding=out)
+            return summed_wide(rows, table, ids[0])
         free = [n for n in self.names if n not in (*self.aligned, *self.looked_up)]
         inner = None if where is None else spec_of([where.get(n, ()) for n in (*self.own, *free)])
         words = self.names, self.id_names, self.out

@@ -194,7 +194,11 @@ def summed_wide(lookup, table, *ids):
         (summed,) = jax.linear_transpose(lambda table: lookup(table, *ids), wide)(gradient.astype(jnp.float32))
         return summed.astype(like.dtype)
 
-    return linear(lambda ids, table: lookup(table, *ids), back)(ids, table)
+    def mapped(ids, table, dims):
+        over = jax.vmap(lookup, in_axes=(dims[1], *dims[0]))
+        return summed_wide(over, table, *ids)
+
+    return linear(lambda ids, table: lookup(table, *ids), back, mapped=mapped)(ids, table)
 
 
 def from_start(ids, size: int):
