@@ -162,7 +162,8 @@ def test_no_optimizer_moves_a_bias(rule):
 @pytest.mark.slow
 def test_biases_even_the_load():
     """With the learning rate at zero only the biases move, and the fullest expert's load falls towards the mean: also
-    of biases in bfloat16, of which two neighbours at 2 are three times as far apart as the rate."""
+    of biases in bfloat16, of which two neighbours at 2 are three times as far apart as the rate, so that they go on
+    jumping."""
     config = dataclasses.replace(CONFIGS["mixtral"], routing=Routing(bias_rate=0.005))
     model = jax.jit(lambda key: config.init(key=key))(jax.random.key(0))
     router = model.layers.block.mlp.router
@@ -179,4 +180,4 @@ def test_biases_even_the_load():
         state, metrics = step(state, batch())
         fullest.append(float(metrics["router_load_max"]))
     assert {x.dtype for x in metrics.values()} == {jnp.dtype("float32")}
-    assert fullest[0] > 1.5 and fullest[-1] < 1.25, (fullest[0], fullest[-1])
+    assert fullest[0] > 1.5 and np.median(fullest[40:]) < 1.4 and min(fullest) < 1.2, fullest

@@ -43,6 +43,8 @@ def drawn_for(x: jax.Array, key: jax.Array) -> jax.Array:
     place = jnp.zeros((), jnp.uint32)
     for dim, size in enumerate(x.shape):
         place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, x.shape, dim, out_sharding=sharding)
+    first = _mixed(first ^ jnp.uint32(0x9E3779B9))
+    last = _mixed(_mixed(last) + first)  # the words of keys may be small numbers
     return _mixed(_mixed(place + first) ^ last)
 
 
