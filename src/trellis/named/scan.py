@@ -30,6 +30,15 @@ def scan(
     has the name, and everything else whole. It is compiled once. A sliced name
     is gathered first.
 
+    As in `jax.lax.scan`, the gradient of what the body reads from around it is summed over the positions in that
+    value's type, and a sum of equal terms in bfloat16 stops growing after 256. Keep the weights of a long recurrence in
+    float32, and cast them in the body:
+
+    >>> steps, w = tr.ones({"pos": 1024, "embed": 2}, jnp.bfloat16), tr.ones({"embed": 2})
+    >>> total = lambda w: tr.scan(lambda c, x: (c, x * w.astype(jnp.bfloat16)), "pos")(0.0, steps)[1]
+    >>> jax.grad(lambda w: total(w).astype(jnp.float32).sum().array)(w).tolist()
+    [1024.0, 1024.0]
+
     Args:
         fn: the body. It gives a carry of the names, dtypes and sharding that it takes.
         axis: the name. Given as an axis, no argument needs to have it.
