@@ -4,13 +4,14 @@
     python benchmarks/accelerator.py --minutes 9         # the same, in parts: the same command goes on
     python benchmarks/accelerator.py --toy               # a rehearsal on a CPU, at toy sizes
 
-First come checks: attention, the loss and a train step against float32 on the CPU of the same machine, and the compiled
-step against the ledger. Then rows: steps with the settings that the planner's search finds for the device (1B and 8B),
-the recipes and the explicit trainer as they are, PyTorch's step of the same model where torch is installed, attention
-and the loss alone, other compiler options. Each row is a process of its own with a limit of time: what runs out of
-memory or hangs loses that row only, and says so in a line. A row is saved when it ends, as a line of `rows.jsonl` in
-the folder; what is saved is not done again (`--again NAME` does, `--failed` what failed). `table.txt` has all of it
-beside published figures. Nothing is downloaded.
+First come checks: attention, the loss, grouped products and train steps against the CPU of the same machine, whether
+steps repeat to the bit, and the compiled step against the ledger. Then rows: steps with the settings that the planner's
+search finds for the device (1B and 8B), the recipes, layers of mixtures and the explicit trainer as they are, PyTorch's
+step of the same model where torch is installed, attention, the loss and grouped products alone, other compiler
+options. Each row is a process of its own with a limit of time: what runs out of memory or hangs loses that row only,
+and says so in a line. A row is saved when it ends, as a line of `rows.jsonl` in the folder; what is saved is not done
+again (`--again NAME` does, `--failed` what failed). `table.txt` has all of it beside published figures. Nothing is
+downloaded.
 """
 
 import argparse

@@ -115,20 +115,21 @@ def kind_of(instruction: Any, program: Any) -> str:
     ops = {i.op for i in inside}
     if any(op.startswith(_COLLECTIVES) for op in ops):
         return "collectives"
-    if re.search(r"fmha|attention", targets) or "splash" in targets:
-        return "attention"
-    if ops & {"dot", "convolution"} or re.search(r"gemm|matmul", targets):
+    called = kind_of_kernel(targets)
+    if called == "attention":
+        return called
+    if ops & {"dot", "convolution"} or called == "products":
         return "products"
     if instruction.op in ("while", "conditional"):
         return "loops"
     return "copies" if instruction.op in ("copy", "transpose", "copy-start", "copy-done") else "elementwise"
 
 
-# Kernels of libraries, by what they are called, the first that fits.
+# Kernels of libraries, by what they are called in a program or in a recording, the first that fits.
 LIBRARIES = (
     ("collectives", "nccl"),
-    ("attention", "sdpa|fmha|flash|cudnn::fusion"),
-    ("products", "gemm|nvjet|cutlass|xmma|cublas|grouped_(product|gradient)"),
+    ("attention", "sdpa|fmha|flash|attention|splash|cudnn::fusion"),
+    ("products", "gemm|matmul|nvjet|cutlass|xmma|cublas|grouped_(product|gradient)"),
     ("copies", "memcpy|memset"),
 )
 

@@ -160,24 +160,32 @@ def test_no_optimizer_moves_a_bias(rule):
 
 
 @pytest.mark.slow
-def test_biases_even_the_load():
-    """With the learning rate at zero only the biases move, and the fullest expert's load falls towards the mean: also
-    of biases in bfloat16, of which two neighbours at 2 are three times as far apart as the rate, so that they go on
-    jumping."""
+@pytest.mark.parametrize("rest", ["float32", "bfloat16"])
+def test_biases_even_the_load(rest):
+    """With the learning rate at zero only the biases move, and the fullest expert's load falls towards the mean. Of
+    biases in bfloat16, two neighbours at 2 are three times as far apart as the rate, so that they go on jumping: around
+    biases that even the load."""
     config = dataclasses.replace(CONFIGS["mixtral"], routing=Routing(bias_rate=0.005))
     model = jax.jit(lambda key: config.init(key=key))(jax.random.key(0))
     router = model.layers.block.mlp.router
     skewed = router.with_array(router.array.at[:, :, 0].multiply(4.0))
     model = jax.tree.map(lambda x: skewed if x is router else x, model, is_leaf=lambda x: x is router)
     bias = lambda model: model.layers.block.mlp.bias
-    precision = Precision(params="bfloat16", compute="float32")
+    precision = Precision(params=rest, compute="float32")
     model = precision.at_rest(eqx.tree_at(bias, model, bias(model) + 2.0))
     optimizer = make_optimizer(AdamW(learning_rate=1e-12), Constant(warmup_steps=0), steps=10)
     step = jax.jit(make_step(optimizer, StepOptions(precision=precision)))
     state = TrainState(jnp.int32(0), model, optimizer.init(model), None, jax.random.key(0))
-    fullest = []
+    fullest, biases = [], []
     for _ in range(120):
         state, metrics = step(state, batch())
         fullest.append(float(metrics["router_load_max"]))
+        biases.append(np.asarray(bias(state.model).array, np.float32))
     assert {x.dtype for x in metrics.values()} == {jnp.dtype("float32")}
-    assert fullest[0] > 1.5 and np.median(fullest[40:]) < 1.4 and min(fullest) < 1.2, fullest
+    if rest == "bfloat16":
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), state.model)
+        model = eqx.tree_at(bias, wide, bias(wide).with_array(jnp.asarray(np.mean(biases[40:], 0))))
+        around = TrainState(jnp.int32(0), model, optimizer.init(model), None, jax.random.key(0))
+        step = jax.jit(make_step(optimizer, StepOptions(precision=Precision(compute="float32"))))
+        fullest.append(float(step(around, batch())[1]["router_load_max"]))
+    assert fullest[0] > 1.5 and fullest[-1] < 1.25, (fullest[0], fullest[-1])

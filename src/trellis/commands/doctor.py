@@ -14,7 +14,7 @@ from trellis.errors import UserError
 
 _PIP = f"{sys.executable} -m pip install"
 # The folder of a clone: of its `src/trellis/commands`.
-SOURCE = Path(__file__).parents[3]
+_SOURCE = Path(__file__).parents[3]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def execute(args: argparse.Namespace) -> int:
     print(f"machine          {platform.system()} {platform.machine()}, {usable_cores()} cores")
     installed = distribution()
     if installed is None:
-        print(f"trellis          not installed, only found at {SOURCE}: {_PIP} {SOURCE}")
+        print(f"trellis          not installed, only found at {_SOURCE}: {_PIP} {_SOURCE}")
     for name, version in dependencies(installed) if installed else ():
         print(f"{name:<16} {version or f'missing: {_PIP} {name}'}")
     devices = jax.devices()

@@ -4,7 +4,7 @@ Each rule was seen in the memory layouts of compiled train steps (libtpu 0.0.42;
 remain), and says why a compiler does so.
 """
 
-from trellis.mesh.platform import platform_of_device
+from trellis.mesh.platform import platform_of_abstract
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.flow import VIEWS
 from trellis.program.manual import COLLECTIVES
@@ -123,7 +123,7 @@ def _has_epilogue(operation: Operation, body: Body) -> bool:
 
 def multiplies_as_read(program: Program) -> bool:
     """Whether products make their operands as they read them. On GPUs libraries' kernels read what is in memory."""
-    return platform_of_device(program.device) != "cuda"
+    return platform_of_abstract(program.device) != "cuda"
 
 
 def _readers(operation: Operation) -> list[Operation]:

@@ -29,8 +29,8 @@ def platform_of_devices(devices: jax.sharding.Mesh | Sequence[Any]) -> str:
     return _named(first.platform)
 
 
-def platform_of_device(device: Any) -> str:
-    """The same of what JAX knows of a mesh's devices; empty for None."""
+def platform_of_abstract(device: Any) -> str:
+    """The same of a mesh's abstract device, which is what JAX knows of its devices; empty for None."""
     return _named(getattr(device, "platform", ""))
 
 

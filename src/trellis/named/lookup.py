@@ -7,7 +7,7 @@ from trellis._compat import refuses_copies
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
-from trellis.mesh.manual.take import aligned_rows, rows_here, summed_wide
+from trellis.mesh.manual.take import aligned_rows, rows_here, rows_of, summed_wide
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
@@ -127,7 +127,7 @@ class _Plan:
         if len(ids) == 1 and not self.aligned:
             axis = self.names.index(self.looked_up[0])
             if where is None:
-                return summed_wide(lambda t, i: jnp.take(t, i, axis=axis, mode="fill", fill_value=0), table, ids[0])
+                return rows_of(table, ids[0], axis)
             at, out = (slice(None),) * axis, sharding_on(table, spec_of([where.get(n, ()) for n in self.out]))
             rows = lambda t, i: t.at[(*at, i)].get(mode="fill", fill_value=0, out_sharding=out)
             return summed_wide(rows, table, ids[0])

@@ -99,7 +99,7 @@ def loop(
             fenced = written and fences_layers((carry, moving, own))
             one = checkpoint(body, _without_copies(policy), fenced=fenced)
             if fenced:
-                one = _apart(one)
+                one = _in_turn(one)
             if written:
                 return _written_out(once(one), carry, moving, length, reverse, own)
             if unroll > 1:
@@ -117,7 +117,7 @@ def loop(
     return scanned
 
 
-def _apart(body: Callable) -> Callable:
+def _in_turn(body: Callable) -> Callable:
     """A body of a loop that is written out, whose backward pass ends before the next one's begins, as in a loop."""
     return lambda carry, *parts: body(*gradients_together((carry, *parts)))
 

@@ -290,7 +290,7 @@ class Program(Body):
         arguments: what its inputs are, if that is known.
         mesh: the sizes of the mesh axes of its arguments, and of those met in its equations.
         auto: mesh axes that are left to the compiler.
-        device: what JAX knows of the mesh's devices; None without.
+        device: the mesh's abstract device, which is what JAX knows of its devices; None without.
     """
 
     def __init__(self, jaxpr: Jaxpr, arguments: Sequence[Argument] = (), mesh: Any = None):
@@ -299,7 +299,7 @@ class Program(Body):
         self.mesh: dict[str, int] = dict(mesh.shape) if mesh is not None else {}
         kinds = zip(mesh.axis_names, mesh.axis_types) if mesh is not None else ()
         self.auto = tuple(axis for axis, kind in kinds if kind == AxisType.Auto and self.mesh[axis] > 1)
-        self.device = getattr(getattr(mesh, "abstract_mesh", mesh), "abstract_device", None)
+        self.device = None if mesh is None else mesh.abstract_mesh.abstract_device
         _Reader(self.mesh).body(self, jaxpr, 1)
 
 

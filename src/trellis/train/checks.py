@@ -18,8 +18,6 @@ from trellis.train.summary import device_bytes
 
 # The memory that is counted for a step may be twice what a compiler needs, but not more.
 _CERTAIN = 2
-
-
 # Options of XLA for GPUs, either of which makes sums in one order.
 _ORDERED = ("xla_gpu_exclude_nondeterministic_ops", "xla_gpu_deterministic_ops")
 

@@ -87,7 +87,7 @@ def take_plain(text: str, table, ids):
         table, ids = (check_slice(x, s, where, mentioned=mentioned) for x, s in zip((table, ids), lefts, strict=True))
         # A copy meets slices: from here on it differs along that axis, and its gradient is summed there.
         table = vary(table, tuple(a for a in rows.copied if a in positions.mesh_axes))
-    lookup = functools.partial(_rows, axis=i)
+    lookup = functools.partial(rows_of, axis=i)
     if aligned:
         words = rows.names, positions.names, right.names
         lookup = lambda table, ids: aligned_rows(table, [_wide(ids)], (name.name,), words)
@@ -140,7 +140,7 @@ def rows_here(table, ids, axis: int, sliced: tuple[str, ...], lookup=None):
     local = from_start(ids, whole) - first * count
     # Rows of other devices are out of range here, and so are positions before this device's first.
     local = jnp.where(local < 0, count, local)
-    rows = functools.partial(_rows, axis=axis) if lookup is None else lookup
+    rows = functools.partial(rows_of, axis=axis) if lookup is None else lookup
     if local.size != 1:
         return rows(table, local)
     # JAX 0.10.2's XLA does not drop a single update out of range, but writes it over another row, if what it is added
@@ -210,7 +210,8 @@ def from_start(ids, size: int):
     return jnp.where((ids < 0) | (ids >= size), size, ids)
 
 
-def _rows(table, ids, axis: int):
+def rows_of(table, ids, axis: int):
+    """The rows at positions, zeros for those out of range, from what one device has."""
     at = lambda table, ids: jnp.take(table, ids, axis=axis, mode="fill", fill_value=0)
     return summed_wide(at, table, _wide(ids))
 
