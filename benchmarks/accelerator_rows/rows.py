@@ -65,7 +65,7 @@ ONCE = {"precision.compute": "float32", "remat.policy": "none"}
 # keep parameters and optimizer, 90 GiB in float32, in bfloat16.
 BATCHES = {"1b": (32, 64, 128), "8b": (1, 2, 4, 8, 16)}
 TYPES = {"1b": ("float32",), "8b": ("bfloat16", "float32")}
-# With which XLA for GPUs takes sums in one order.
+# With which XLA for GPUs takes all sums in one order.
 IN_ORDER = {"xla_gpu_exclude_nondeterministic_ops": "True"}
 # Compiler options tried on the best 1B, where time is left.
 FLAGS = {

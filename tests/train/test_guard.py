@@ -13,6 +13,7 @@ import pytest
 from tests.train.flips import change, flip_each, flipped
 from tests.train.small import curve, trellis
 from tests.train.toy import mesh_of, run_of, toy
+from trellis import _kernels
 from trellis.checkpoints.entries import entries
 from trellis.errors import UserError
 from trellis.inspect import Ledger
@@ -240,3 +241,19 @@ def test_on_a_gpu_a_step_is_made_twice_only_if_its_sums_have_an_order(monkeypatc
         options[ordered] = "False"
     with pytest.raises(UserError, match="deterministic operations"):
         checks.check_guard({}, assembled)
+
+
+@pytest.mark.parametrize("option", ["xla_gpu_exclude_nondeterministic_ops", "xla_gpu_deterministic_ops"])
+def test_a_step_is_lowered_for_the_order_that_its_options_ask_for(option):
+    class Step:
+        def lower(self, *_):
+            orders.append(asks_now())
+            return self
+
+        def compile(self, options):
+            return self
+
+    orders, asks_now = [], _kernels._IN_ONE_ORDER.get
+    for options in (None, {option: "False"}, {option: "True"}, {}):
+        CompiledStep(Step(), options).compile({}, {})
+    assert orders == [False, False, True, False] and not asks_now()

@@ -70,6 +70,11 @@ def _named(platform: str) -> str:
     return {"gpu": "cuda"}.get(platform, platform)
 
 
+def adds_in_any_order(x: jax.Array) -> bool:
+    """Whether devices add what is scattered to one place as it comes, so that sums have other bits each time: GPUs."""
+    return platform_of(x) == "cuda"
+
+
 def device_kind_of(x: jax.Array) -> str:
     """The maker's name for the devices that a value being traced will live on, as in "NVIDIA B200"."""
     return getattr(_device(x), "device_kind", None) or jax.devices()[0].device_kind

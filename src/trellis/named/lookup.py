@@ -129,6 +129,8 @@ class _Plan:
             if where is None:
                 return rows_of(table, ids[0], axis)
             at, out = (slice(None),) * axis, sharding_on(table, spec_of([where.get(n, ()) for n in self.out]))
+            if not any(where.values()):
+                return rows_of(table, ids[0], axis, out)
             rows = lambda t, i: t.at[(*at, i)].get(mode="fill", fill_value=0, out_sharding=out)
             return summed_wide(rows, table, ids[0])
         free = [n for n in self.names if n not in (*self.aligned, *self.looked_up)]

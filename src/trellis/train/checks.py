@@ -13,13 +13,12 @@ from trellis.nn.moe.config import EXPERT_WEIGHTS, FAR_ROWS
 from trellis.program import Program
 from trellis.run.config import Run
 from trellis.train.assemble import Assembled
+from trellis.train.compilation import ONE_ORDER, asks_for_one_order
 from trellis.train.guard import replays
 from trellis.train.summary import device_bytes
 
 # The memory that is counted for a step may be twice what a compiler needs, but not more.
 _CERTAIN = 2
-# Options of XLA for GPUs, either of which makes sums in one order.
-_ORDERED = ("xla_gpu_exclude_nondeterministic_ops", "xla_gpu_deterministic_ops")
 
 
 def check_marks(run: Run, program: Program) -> None:
@@ -71,13 +70,12 @@ def check_guard(memory: Mapping[str, int], assembled: Assembled) -> None:
         rule="Replaying a step needs memory for another state.",
         fix=fix,
     )
-    ordered = any(assembled.compiler_options.get(option, "").lower() == "true" for option in _ORDERED)
-    if platform_of_devices(mesh) == "cuda" and not ordered:
+    if platform_of_devices(mesh) == "cuda" and not asks_for_one_order(assembled.compiler_options):
         raise UserError(
             "Replaying a step needs deterministic operations on a GPU: both results must have the same bits.",
             seen=f"guard.every={run.guard.every}, and parts of the state that are held once",
             where="guard.replay",
-            fix=f"add --compiler_options.{_ORDERED[0]} True, or use --guard.replay false",
+            fix=f"add --compiler_options.{ONE_ORDER[0]} True, or use --guard.replay false",
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from trellis._kernels import sums_in_one_order
 from trellis.errors import UserError
 from trellis.files import cache_folder
 from trellis.inspect.meeting import in_order, keep_what_loads_right
@@ -36,6 +37,9 @@ _ORDER = "xla_cpu_scheduler_type"
 # The option that tells XLA for GPUs how long instructions take (`trellis plan --costs`). If the file is not there, XLA
 # continues without it, and says so only in a log.
 COSTS = "xla_gpu_pgle_profile_file_or_directory_path"
+
+# The options of XLA for GPUs with which it takes sums in one order.
+ONE_ORDER = ("xla_gpu_exclude_nondeterministic_ops", "xla_gpu_deterministic_ops")
 
 # Prefixes of the options that only one platform's compiler knows; jf is an old name of TPUs.
 _PREFIXES = {"cpu": ("xla_cpu_",), "gpu": ("xla_gpu_",), "tpu": ("xla_tpu_", "xla_jf_", "xla_enable_async_")}
@@ -95,6 +99,15 @@ def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> 
     return {**defaults, **mine}
 
 
+def asks_for_one_order(options: Mapping[str, str]) -> bool:
+    """Whether options of XLA for GPUs make a program's sums repeat to the bit.
+
+    >>> asks_for_one_order({"xla_gpu_exclude_nondeterministic_ops": "True"}), asks_for_one_order({})
+    (True, False)
+    """
+    return any(options.get(name, "").lower() in ("true", "1") for name in ONE_ORDER)
+
+
 @contextlib.contextmanager
 def _explained(options: Mapping[str, str] | None) -> Generator[None]:
     """Within it, a compiler's complaint about an unknown option, or a value that it does not take, is explained."""
@@ -138,7 +151,8 @@ class CompiledStep:
                 self._programs[_shapes(batch)] = self._compiled(state, batch)
 
     def _compiled(self, state: Any, batch: Any) -> Any:
-        lowered = self._step.lower(state, batch)
+        with sums_in_one_order(asks_for_one_order(self._options or {})):
+            lowered = self._step.lower(state, batch)
         program = lowered.compile(self._options)
         if self._options and _ORDER in self._options and not in_order(program.as_text(), loaded=False):
             options = {name: value for name, value in self._options.items() if name != _ORDER}

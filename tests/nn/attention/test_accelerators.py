@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trellis._compat import cudnn_assumed
+from trellis._kernels import cudnn_assumed, sums_in_one_order
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.mesh.meshes import make_mesh
@@ -176,6 +176,19 @@ def test_gpus_run_cudnn_on_each_device():
     assert "bf16[4,1024,4,128]" in str(jaxpr)  # a device's part
     assert count(jaxpr, "dot_product_attention_fwd_wrapper") == 1
     assert count(jaxpr, "dot_product_attention_bwd_wrapper") == 1
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_every_call_of_cudnn_says_that_sums_are_to_be_in_one_order(asked):
+    """If one did not, XLA would take it for another one that does, and not find it."""
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    layer = lambda x: attention(x, x, x, implementation="cudnn")
+    pull = jax.jit(jax.grad(lambda x: jnp.sum(layer(layer(x)).astype(jnp.float32))))
+    with cudnn_assumed(), sums_in_one_order(asked):
+        text = pull.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "__cudnn$fmha" in line and "custom_call" in line]
+    assert len(calls) >= 2
+    assert [("force_deterministic" in line) for line in calls] == [asked] * len(calls)
 
 
 def test_splash_refuses_parts_that_are_not_whole_lanes():

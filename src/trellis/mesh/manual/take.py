@@ -8,8 +8,10 @@ from jax.sharding import AxisType
 
 from trellis.mesh.linear import linear
 from trellis.mesh.manual.einsum import one_axis_one_name, parse_einsum
-from trellis.mesh.manual.ops import mark_pending, vary
+from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
 from trellis.mesh.manual.reshard import check_slice, known_axes, refuse_left
+from trellis.mesh.manual.row_sums import row_sums
+from trellis.mesh.platform import adds_in_any_order
 from trellis.notation import NotationError, Shape, spec_of
 from trellis.notation.binding import bind_shape, left_axes, live, real_axes
 from trellis.notation.state import mode_of, state_of
@@ -210,10 +212,50 @@ def from_start(ids, size: int):
     return jnp.where((ids < 0) | (ids >= size), size, ids)
 
 
-def rows_of(table, ids, axis: int):
-    """The rows at positions, zeros for those out of range, from what one device has."""
-    at = lambda table, ids: jnp.take(table, ids, axis=axis, mode="fill", fill_value=0)
-    return summed_wide(at, table, _wide(ids))
+def rows_of(table, ids, axis: int, sharding=None):
+    """The rows at positions, zeros for those out of range, from what one device has.
+
+    Their gradient is summed in one order also where scattered rows are added as they come (see `row_sums`).
+
+    Args:
+        table: any array.
+        ids: whole numbers.
+        axis: the dimension looked up.
+        sharding: of the rows, where JAX asks for it: whole on every device.
+    """
+    if sharding is None:
+        at = lambda table, ids: jnp.take(table, ids, axis=axis, mode="fill", fill_value=0)
+    else:
+        at = lambda table, ids: table.at[(*before, ids)].get(mode="fill", fill_value=0, out_sharding=sharding)
+    before = (slice(None),) * axis
+    real = jnp.issubdtype(table.dtype, jnp.floating)
+    if not (adds_in_any_order(table) and real and ids.size > 1 and table.size):
+        return summed_wide(at, table, _wide(ids))
+    table = vary(table, varying_axes(ids))
+    return _in_order(at, axis, jax.typeof(table))(from_start(ids, table.shape[axis]), table)
+
+
+def _in_order(at, axis: int, like):
+    """A lookup in a table of a type, whose gradient is summed by `row_sums`."""
+
+    def back(ids, gradient):
+        inner = tuple(range(axis, axis + ids.ndim))
+        rows = jnp.moveaxis(gradient, inner, tuple(range(ids.ndim)))
+        rest = rows.shape[ids.ndim :]
+        sums = row_sums(ids.reshape(-1), rows.reshape(ids.size, -1), like.shape[axis])
+        return jnp.moveaxis(sums.astype(like.dtype).reshape(-1, *rest), 0, axis)
+
+    def mapped(ids, table, dims):
+        of_ids, of_table = dims
+        if of_table is None:  # more positions in one table
+            found = _in_order(at, axis, like)(jnp.moveaxis(ids, of_ids, 0), table)
+            return jnp.moveaxis(found, axis, 0)
+        over = jax.vmap(at, in_axes=(of_table, of_ids))
+        pull = jax.vmap(back, in_axes=(of_ids, 0), out_axes=of_table)
+        return linear(lambda ids, table: over(table, ids), pull)(ids, table)
+
+    again = linear(back, lambda ids, gradient: at(gradient.astype(like.dtype), ids), mapped=None)
+    return linear(lambda ids, table: at(table, ids), again, mapped=mapped)
 
 
 def _wide(ids):
