@@ -62,18 +62,22 @@ def test_nothing_goes_through_the_loop():
 
 
 @pytest.mark.parametrize(
-    ("options", "compiled"),
+    ("recipe", "options", "measured"),
     [
-        ({"remat.policy": "saved"}, 62.16),
-        ({}, 81.20),
-        ({"remat.policy": "full"}, 26.01),
-        ({"remat.policy": "saved", "batch_size": "128", "microbatches": "2"}, 66.47),
-        ({"batch_size": "128", "microbatches": "4"}, 51.66),
+        ("llama_1b", {"batch_size": "64", "remat.policy": "saved"}, 62.16),
+        ("llama_1b", {"batch_size": "64"}, 81.20),
+        ("llama_1b", {"batch_size": "64", "remat.policy": "full"}, 26.01),
+        ("llama_1b", {"batch_size": "128", "microbatches": "4"}, 51.66),
+        ("llama_1b", {"batch_size": "128", "microbatches": "2"}, 86.17),
+        ("llama_2b", {"microbatches": "2", "remat.policy": "saved"}, 62.55),
+        ("llama_540m", {"microbatches": "2"}, 32.99),
+        ("llama_8b", {"batch_size": "2", "data.sequence_length": "4096", "remat.policy": "none"}, 138.7),
     ],
     ids=str,
 )
-def test_memory_of_layers_that_are_written_out(options, compiled):
-    """Beside what XLA for GPUs (JAX 0.11.2) says of the compiled step, in GiB."""
-    given = {"batch_size": "64", "data.mask_documents": "false", "layout.preset": "fsdp", "mesh.data": "1"}
-    plan = quick_plan(load_run("llama_1b", given | options), target("1xH200"))
-    assert plan.memory.peak / 2**30 == pytest.approx(compiled, rel=0.04)
+def test_memory_of_layers_that_are_written_out(recipe, options, measured):
+    """Beside what XLA for GPUs (JAX 0.11.2) says of the compiled step, or an H200 had, in GiB. In the last, weights in
+    bfloat16 are kept for the backward pass beside those in float32: cuDNN and cuBLAS read what is in memory."""
+    given = {"data.mask_documents": "false", "layout.preset": "fsdp", "mesh.data": "1"}
+    plan = quick_plan(load_run(recipe, given | options), target("1xH200"))
+    assert plan.memory.peak / 2**30 == pytest.approx(measured, rel=0.03)

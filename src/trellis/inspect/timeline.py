@@ -165,14 +165,18 @@ class _Walk:
             self.live[id(held)] = held
             self.total += held.buffer.num_bytes
 
-    def drop(self, held: _Held) -> None:
+    def drop(self, held: _Held) -> list[_Held]:
+        """Lets go of what nothing uses any more, and of what it was made of; returns what was in memory."""
         if held.pinned or held.uses > 0:
-            return
+            return []
+        ended = []
         if held.buffer is not None and self.live.pop(id(held), None):
             self.total -= held.buffer.num_bytes
+            ended = [held]
         for part in held.made_of:
             part.uses -= 1
-            self.drop(part)
+            ended += self.drop(part)
+        return ended
 
     def mark(self, extra: int, buffers: tuple[_Room, ...], where: str) -> None:
         if self.total + extra > self.peak:
@@ -199,14 +203,17 @@ class _Walk:
             return
         parts, held.made_of = held.made_of, ()
         held.buffer = self.room(operation, value)
-        size = held.buffer.num_bytes
+        size, total, ended = held.buffer.num_bytes, self.total, []
         # An elementwise result takes the place of an operand of its size that ends here; otherwise both exist a while.
-        if not any(part.buffer and part.uses == 1 and part.buffer.num_bytes == size for part in parts):
-            self.add(held)
-            self.mark(0, (), operation.source)
+        replaces = any(part.buffer and part.uses == 1 and part.buffer.num_bytes == size for part in parts)
         for part in parts:
             part.uses -= 1
-            self.drop(part)
+            ended += self.drop(part)
+        if not self.as_read:  # or, on GPUs, that of an operand of a link of its chain
+            replaces |= any(other.buffer.num_bytes == size for other in ended)
+        if not replaces and total + size > self.peak:
+            self.peak, self.where = total + size, operation.source
+            self.at_peak = tuple(other.buffer for other in (*self.live.values(), *ended, held))
         self.add(held)
 
     def keep_results(self, donated: list[bool]) -> None:
@@ -295,8 +302,9 @@ class _Walk:
         if operation.is_loop and sum(sizes) * 8 <= value.num_bytes:
             return True
         # If something twice as large exists, a product makes what it reads from that as it reads it, such as the
-        # bfloat16 gradients of float32 logits.
-        if name == "dot_general" and any(size >= 2 * value.num_bytes for size in sizes):
+        # bfloat16 gradients of float32 logits. Libraries' kernels for GPUs read weights in their own type from memory.
+        as_read = name == "dot_general" and (self.as_read or value not in self.weights)
+        if as_read and any(size >= 2 * value.num_bytes for size in sizes):
             return True
         return fusion.reduces(operation)
 
