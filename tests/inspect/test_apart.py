@@ -1,4 +1,4 @@
-"""What types say that TPUs copy to and from the stacks of loops, held against the fusions of their compiler."""
+"""What types say is copied to and from the stacks of loops, on TPUs held against the fusions of their compiler."""
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +83,22 @@ def test_what_kernels_make_and_read_of_stacks_is_copied(op):
 def test_copies_and_gathers_are_work_where_they_are_apart():
     program, shapes, widths = PROGRAMS["dynamic-update-slice"]
     types = trace(program, *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes))
-    alone = [piece for piece in work(types, apart=True) if piece.alone]
+    alone = [piece for piece in work(types, kind="tpu") if piece.alone]
     made = lambda word: sorted((piece.num_bytes, piece.times) for piece in alone if word in piece.what)
     assert made("copied") == [(2 * 2 * ROWS * width, LAYERS) for width in sorted(widths)]
     assert made("gathered") == [(2 * 2 * ROWS * 256, LAYERS)]
     assert not any(piece.alone for piece in work(types))
+
+
+@pytest.mark.parametrize(
+    ("op", "widths"), [("dynamic-update-slice", {384, WIDTH, 2560}), ("dynamic-slice", {384, 2560})]
+)
+def test_on_gpus_products_are_kernels_and_gathers_are_none(op, widths):
+    program, shapes, _ = PROGRAMS[op]
+    types = trace(program, *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes))
+    (scan,) = (o for o in types.walk() if o.name == "scan")
+    stacked = {value.shape[-1] for value, _ in copied(scan, "gpu") if value.shape[0] == ROWS}
+    assert stacked == widths
+    pieces = {kind: [piece for piece in work(types, kind=kind) if piece.alone == "copied"] for kind in ("gpu", "cpu")}
+    assert not pieces["cpu"]
+    assert {piece.times for piece in pieces["gpu"]} == {LAYERS} and {piece.slower for piece in pieces["gpu"]} == {1.6}

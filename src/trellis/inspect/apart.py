@@ -1,8 +1,9 @@
-"""What a compiler of TPUs makes no part of what is around it: kernels, loops, collectives and gathers of rows.
+"""What a compiler makes no part of what is around it: kernels, loops, collectives and gathers of rows.
 
-A loop has what its turns keep in one array for all of them. Where products and elementwise work make such a value, or
-read it, that is where they write and read. What cannot is given a copy, of one turn, in memory of its own: for each
-value that a kernel makes and a loop keeps, and for each that it keeps and a kernel reads.
+A loop has what its turns keep in one array for all of them. Where elementwise work makes such a value, or reads it,
+that is where it writes and reads, and so do products on TPUs. What cannot is given a copy, of one turn, in memory of
+its own: for each value that a kernel makes and a loop keeps, and for each that it keeps and a kernel reads. On GPUs
+products are libraries' kernels.
 """
 
 from collections.abc import Iterator
@@ -18,25 +19,26 @@ _SAME = VIEWS - {"slice"} | {"broadcast_in_dim", "pcast", "sharding_constraint"}
 _PASSED = frozenset({"reshard", "convert_element_type"})
 
 
-def is_apart(operation: Operation) -> bool:
-    """Whether an operation reads its operands, and writes its results, in memory of their own."""
+def is_apart(operation: Operation, kind: str = "tpu") -> bool:
+    """Whether an operation reads its operands, and writes its results, in memory of their own, on chips of a kind."""
     name = operation.name
     if name == "reshard":
         return not _is_view(operation)
-    return name in KERNELS or name in LOOPS or name in COLLECTIVES or name == "gather" or name.startswith("ragged")
+    alone = name in KERNELS or name in LOOPS or name in COLLECTIVES or name.startswith("ragged")
+    return alone or name in {"tpu": ("gather",), "gpu": ("dot_general", "scaled_matmul_wrapper")}.get(kind, ())
 
 
-def copied(scan: Operation) -> Iterator[tuple[Value, Operation]]:
+def copied(scan: Operation, kind: str = "tpu") -> Iterator[tuple[Value, Operation]]:
     """Values of one turn of a scan that are copied to what it keeps of all turns, or from there, each with an operation
     that says where: what makes it, or reads it."""
     (body,) = scan.bodies
     constants, carried = scan.carries
     for value in dict.fromkeys(body.results[carried:]):
         first = _origin(value)
-        if first.literal is None and (first.maker is None or is_apart(first.maker)):
+        if first.literal is None and (first.maker is None or is_apart(first.maker, kind)):
             yield value, first.maker or scan
     for value in body.inputs[constants + carried :]:
-        reader = next((reader for reader in _readers(value) if is_apart(reader)), None)
+        reader = next((reader for reader in _readers(value) if is_apart(reader, kind)), None)
         if reader is not None:
             yield value, reader
 

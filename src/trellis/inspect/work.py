@@ -44,8 +44,10 @@ _SPREADS = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "pcast", "p
 # Operations that write a part of their first operand, and which operand they write there.
 UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 PRODUCTS = ("dot_general", "scaled_matmul_wrapper", "ragged_dot", "ragged_dot_general")
-# How much longer libtpu's schedules take for copies between what a loop keeps and one turn's than for streamed bytes.
-COPIED = 2.0
+# How much longer copies between what a loop keeps and one turn's take than streamed bytes: by libtpu's schedules, and
+# on an H200, where a step of Llama 1B with layers in a loop took 42 ms more than without for copies of 26 ms
+# (benchmarks/results/accelerator_h200.txt).
+COPIED = {"tpu": 2.0, "gpu": 1.6}
 # Why work is by itself: an array is laid out anew, rows are gathered or were, or a turn's value is a loop's.
 Alone = Literal["", "laid out anew", "gathered", "of gathered rows", "copied"]
 ANEW: Alone = "laid out anew"
@@ -98,26 +100,27 @@ class Piece:
     looped: bool = False
 
 
-def work(program: Program, load: float = 1.0, apart: bool = False) -> list[Piece]:
+def work(program: Program, load: float = 1.0, kind: str = "") -> list[Piece]:
     """Everything a program computes on one device, loops counted as often as they run.
 
     Args:
         program: the program.
         load: rows that experts on the fullest device get, in those of an even load.
-        apart: whether gathers, and what loops keep for kernels, are made by themselves (`trellis.inspect.apart`).
+        kind: of the chip, as in `Chip`. The compilers of "tpu" make gathers by themselves, and copies of what loops
+            keep for kernels; those of "gpu" copies of what loops keep for kernels and products (`inspect/apart.py`).
     """
-    return sorted(_pieces(program, load, apart), key=lambda piece: piece.number)
+    return sorted(_pieces(program, load, kind), key=lambda piece: piece.number)
 
 
-def _pieces(body: Body, load: float, apart: bool) -> Iterator[Piece]:
-    fused = []
+def _pieces(body: Body, load: float, kind: str) -> Iterator[Piece]:
+    fused, apart = [], kind == "tpu"
     for operation in body.operations:
         name = operation.name
-        inside = [list(_pieces(inner, load, apart)) for inner in operation.bodies]
+        inside = [list(_pieces(inner, load, kind)) for inner in operation.bodies]
         if name == "scan":
             is_loop = operation.params["unroll"] < operation.params["length"]
             yield from _looped(inside[0]) if is_loop else inside[0]
-            yield from _copies(operation) if is_loop and apart else ()
+            yield from _copies(operation, kind) if is_loop and kind in COPIED else ()
         elif name == "while":
             turns = turns_said(operation, load)
             pieces = [dataclasses.replace(piece, times=piece.times * turns) for piece in inside[1]]
@@ -148,9 +151,9 @@ def _alone(operation: Operation, what: Alone, slower: float = 1.0) -> Piece:
     return _piece(operation, "elementwise", said, num_bytes=moved, slower=slower, alone=what)
 
 
-def _copies(scan: Operation) -> Iterator[Piece]:
-    for value, place in copied(scan):
-        counted = dict(num_bytes=2.0 * value.num_bytes, slower=COPIED, alone="copied")
+def _copies(scan: Operation, kind: str) -> Iterator[Piece]:
+    for value, place in copied(scan, kind):
+        counted = dict(num_bytes=2.0 * value.num_bytes, slower=COPIED[kind], alone="copied")
         piece = _piece(place, "elementwise", f"{_show(value)} copied, of a loop's stack", **counted)
         yield dataclasses.replace(piece, times=scan.times * scan.params["length"], direction=scan.direction)
 

@@ -197,7 +197,7 @@ def plan_program(
     """
     links, ledger = links_of(program.mesh, target), ledger_of(program, load)
     on_tpus = target.chip.kind == "tpu"
-    pieces = tuple(work(program, load, apart=on_tpus))
+    pieces = tuple(work(program, load, target.chip.kind))
     if target.chip.kind == "cpu":
         pieces = tuple(piece for piece in pieces if not _made_once(piece))
     hides = {HIDING_OPTIONS[option] for option in options if option in HIDING_OPTIONS}

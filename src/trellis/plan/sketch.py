@@ -105,7 +105,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     compute = flops / (chip.bf16_flops * chip.matmul_efficiency) * 1.15 * narrow * idle + kernels
     if chip.kind == "tpu" and experts:  # what kernels make is copied to a loop's stack and back; else rows come again
         rows, choices = m.embed * per_token, m.mlp * per_token * of_choice
-        passed = 2 * COPIED * (choices + rows * of_rows) + rows * (not of_rows)
+        passed = 2 * COPIED[chip.kind] * (choices + rows * of_rows) + rows * (not of_rows)
         compute += 2 * 2.0 * passed * m.layers * local / model / chip.streaming_bandwidth
     weights = activations = 0.0
     if shard and sharded:
