@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis._compat import mapped_over
+from trellis.named import backend
 from trellis.named.arguments import count_of, dtypes_of_jax, ordered, slices_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError
@@ -194,6 +195,7 @@ def _normalized(fn: Callable, what: str, x: NamedArray, over: Names, where: Name
     if where is not None:
         x, mask = masked(x, where, what)
     with dtypes_of_jax((x,), what):
+        fn = backend.summed_in_range(fn)
         return x.with_array(fn(x.array, axis=tuple(x.index(n) for n in names), where=mask))
 
 

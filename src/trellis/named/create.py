@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trellis._compat import is_tracer
 from trellis.mesh.dealing import deal, places_dealt
 from trellis.mesh.layout import Layout, current_layout
+from trellis.named import backend
 from trellis.named.arguments import shown
 from trellis.named.array import NamedArray, named
 from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of
@@ -41,7 +43,7 @@ def full(axes: Axes, value, dtype=None) -> NamedArray:
     """An array of one value: `full({"batch": 4, "embed": 8}, 1.0)`.
 
     Names: the given ones.
-    Gradient: none.
+    Gradient: that of a value of the program is a sum; an all-reduce where a name is sliced.
     Moves: nothing; each device makes its own slice.
     """
     if getattr(value, "ndim", 0):
@@ -50,6 +52,8 @@ def full(axes: Axes, value, dtype=None) -> NamedArray:
 
     def make(shape, spec):
         x = jnp.asarray(value, dtype)
+        if is_tracer(value):
+            return backend.broadcast(x, shape, spec)
         return jax.lax.broadcast_in_dim(x, shape, (), out_sharding=spec)
 
     return _make(make, axes, "full")

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from trellis._compat import is_tracer
+from trellis.named import backend
 from trellis.named.arguments import count_of, mapping_of, names_of
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, NamesError, name_of
@@ -142,7 +144,7 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
     result is whole along a name whose new length its mesh axes do not divide.
 
     Names: those of `x`.
-    Gradient: of what was there; an all-gather where the name is sliced.
+    Gradient: of what was there; an all-gather where the name is sliced; that of a `value` of the program is a sum.
     Moves: an all-gather along the name where it is sliced.
 
     Raises:
@@ -162,7 +164,10 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
         )
     x = whole(x, tuple(along), "pad")
     fill = jnp.asarray(value, x.dtype)
-    out = jax.lax.pad(x.array, fill, [(*along.get(n, (0, 0)), 0) for n in x.names])
+    # The gradient of a fill is the sum of all, less the sum of what was there: too much for 16 bits.
+    wide = jnp.float32 if is_tracer(value) and backend.is_narrow(fill) else x.dtype
+    width = [(*along.get(n, (0, 0)), 0) for n in x.names]
+    out = jax.lax.pad(x.array.astype(wide), fill.astype(wide), width).astype(x.dtype)
     padded = x.with_array(out)
     return padded if state_of(out).pending else settle_selected(padded, tuple(along))
 

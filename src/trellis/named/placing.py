@@ -23,12 +23,13 @@ from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place, reshard
+from trellis.named import backend
 from trellis.named.arguments import shown
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import on_mesh, refuse_dealt, types_of
 from trellis.notation import Shape, spec_of, typeof
-from trellis.notation.state import sharding_on, state_of
+from trellis.notation.state import state_of
 from trellis.notation.struct import check_divides
 
 Assignment = dict[str, tuple[str, ...]]
@@ -311,7 +312,7 @@ def spread(x: NamedArray, names: tuple[str, ...], where: Assignment | None, size
         for name in names:
             check_divides(name, sizes[name], where[name], mesh, f"'{'/'.join((name, *where[name]))}'")
         spec = spec_of([where[name] for name in names], state.pending)
-    return jax.lax.broadcast_in_dim(array, shape, sorted(places), out_sharding=spec and sharding_on(array, spec))
+    return backend.broadcast(array, shape, spec, dims=sorted(places))
 
 
 def locally(fn, array):

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.layout import POSITIONS, current_layout, is_dealt
+from trellis.named import backend
 from trellis.named.along import apply_along
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Axes, Axis, Name, NamesError, axes_of, name_of
@@ -236,7 +237,9 @@ def categorical(key, logits: NamedArray, over: Name) -> NamedArray:
     """
     logits = operand(logits, "random.categorical", copies=False)
     logits.index(over)
-    return argmax(logits + gumbel(key, logits.axes).astype(logits.dtype), over)
+    # In bfloat16 sums near the largest would often be equal, and the first of equal ones is taken.
+    wide = logits.astype(jnp.float32) if backend.is_narrow(logits) else logits
+    return argmax(wide + gumbel(key, logits.axes).astype(wide.dtype), over)
 
 
 def permutation(key, axis: Axis) -> NamedArray:

@@ -131,8 +131,9 @@ def sum(x, over: Names | None = None, *, where: NamedArray | None = None, dtype=
         array = jnp.sum(x.array, axis=tuple(x.index(n) for n in gone), dtype=dtype)
         return without(x, mark_pending(array, sliced) if sliced else array, gone)
     if state.pending:
-        wide = x.array if dtype is None else x.array.astype(dtype)
-        return without(x, jax.lax.reduce_sum(wide, tuple(x.index(n) for n in gone)), gone)
+        dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+        wide = x.array.astype(jnp.float32 if backend.is_narrow(x) and x.dtype == dtype else dtype)
+        return without(x, jax.lax.reduce_sum(wide, tuple(x.index(n) for n in gone)).astype(dtype), gone)
     return reduction(jnp.sum, x, gone, where=where, dtype=dtype)
 
 
@@ -263,7 +264,7 @@ def logsumexp(x, over: Names | None = None, *, where: NamedArray | None = None) 
     Gradient: the softmax of `x`; nothing moves.
     Moves: an all-reduce where a name in `over` is sliced.
     """
-    return reduction(jax.nn.logsumexp, x, over, where=where)
+    return reduction(backend.summed_in_range(jax.nn.logsumexp), x, over, where=where)
 
 
 def nansum(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:

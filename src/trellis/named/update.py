@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.reshard import place
+from trellis.named import backend
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.index import index
@@ -15,6 +16,9 @@ from trellis.named.placing import from_slices, own_mesh, to_layout, transpose_ar
 from trellis.named.selection import on_mesh, selection
 from trellis.notation import TypeMismatch, spec_of, typeof
 from trellis.notation.state import state_of
+
+# Updates that all count where a place is met several times.
+_GATHERING = ("add", "multiply", "divide", "power")
 
 
 def at(x: NamedArray) -> "At":
@@ -217,24 +221,32 @@ class _Update:
         back = [self.order.index(n) for n in x.names]
         basic = (*self.numbers, *(_as_key(self.slices[n]) if n in self.slices else slice(None) for n in self.free))
         id_turn = [self.id_names.index(n) for n in (*self.aligned, *self.own)]
+        cut = [len(range(v.start, v.stop, v.step)) if (v := self.slices.get(n)) else None for n in self.free]
+        # In 16 bits a place that is met often would no longer change: its updates are made in float32.
+        wide = jnp.float32 if count and method in _GATHERING and backend.is_narrow(x) else x.dtype
 
         def program(array, *rest):
-            ids, given = rest[:count], rest[count:]
+            ids, given = rest[:count], [value.astype(wide) for value in rest[count:]]
+            array = array.astype(wide)
             shape = jnp.broadcast_shapes(*(i.shape for i in ids)) if ids else ()
             ids = [jnp.transpose(jnp.broadcast_to(i, shape), id_turn) for i in ids]
 
             def one(array, *ids_and_value):
                 ids, given = ids_and_value[:count], ids_and_value[count:]
                 place = array.at[(*ids, *basic)]
-                return getattr(place, method)(given[0] if given else value, mode="drop", **how)
+                sizes = zip(cut, array.shape[array.ndim - len(cut) :], strict=True)
+                shape = (*(ids[0].shape if ids else ()), *(size if part is None else part for part, size in sizes))
+                new = given[0] if given else value
+                new = backend.broadcast(new, shape) if backend.sums_wide(new, shape) else new
+                return getattr(place, method)(new, mode="drop", **how)
 
             run = one
             for _ in range(mapped):
                 run = jax.vmap(run)
             if given:
                 whole = [*array_shape(given[0], mapped, array, turn)]
-                given = [jnp.broadcast_to(given[0], whole)]
-            return jnp.transpose(run(jnp.transpose(array, turn), *ids, *given), back)
+                given = [backend.broadcast(given[0], tuple(whole))]
+            return jnp.transpose(run(jnp.transpose(array, turn), *ids, *given), back).astype(x.dtype)
 
         def array_shape(value, mapped: int, array, turn):
             """The value's shape, full along what is mapped."""
