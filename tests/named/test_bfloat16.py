@@ -150,3 +150,16 @@ def test_draws_by_bfloat16_logits_are_those_by_the_same_numbers_in_float32():
     key = jax.random.key(0)
     found = tr.random.categorical(key, logits, "vocab")
     np.testing.assert_array_equal(found.array, tr.random.categorical(key, logits.astype("float32"), "vocab").array)
+
+
+@pytest.mark.parametrize("way", ["beside an array", "everywhere"])
+def test_a_narrow_number_need_not_be_on_the_mesh(way):
+    layout = tr.Layout(tr.make_mesh(data=4, devices=jax.devices()[:4]), compute={"batch": "data"})
+    rows = np.ones((8, 1 << 14), jnp.bfloat16)
+    with layout:
+        x = tr.shard(tr.named(rows, "batch pos"), "compute")
+        loss = lambda scale, x, weight: (WAYS[way](x, scale).astype(jnp.float32) * weight).sum().array
+        for scale in (np.asarray(1, jnp.bfloat16), jnp.asarray(1, jnp.bfloat16)):
+            assert loss(scale, x, 1.0) == rows.size
+            gradient = jax.jit(jax.grad(loss))(scale, x, jnp.float32(0.01))
+            assert float(gradient) == pytest.approx(rows.size * 0.01, rel=0.005)

@@ -175,15 +175,14 @@ def sums_wide(a, shape: tuple[int, ...]) -> bool:
     return isinstance(a, jax.Array) and a.shape != shape and is_narrow(a) and platform_of(a) == "cpu"
 
 
-def broadcast(a: jax.Array, shape: tuple[int, ...], spec=None, *, dims: Sequence[int] | None = None) -> jax.Array:
+def broadcast(a: jax.Array, shape: tuple[int, ...], sharding=None, *, dims: Sequence[int] | None = None) -> jax.Array:
     """The array broadcast to a shape; where `sums_wide` says so, by way of float32, only for its gradient's sake.
 
     Args:
-        spec: how the result is sharded, where the operand does not say it.
+        sharding: of the result, where the operand does not say it.
         dims: where its dimensions stand; the first ones if not given.
     """
     wide = a.astype(jnp.float32) if sums_wide(a, shape) else a
-    sharding = None if spec is None else sharding_on(a, spec)
     return lax.broadcast_in_dim(wide, shape, dims or range(a.ndim), out_sharding=sharding).astype(a.dtype)
 
 

@@ -43,7 +43,7 @@ def full(axes: Axes, value, dtype=None) -> NamedArray:
     """An array of one value: `full({"batch": 4, "embed": 8}, 1.0)`.
 
     Names: the given ones.
-    Gradient: that of a value of the program is a sum; an all-reduce where a name is sliced.
+    Gradient: none.
     Moves: nothing; each device makes its own slice.
     """
     if getattr(value, "ndim", 0):

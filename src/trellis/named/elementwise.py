@@ -121,10 +121,10 @@ def _met(fn: Callable, arrays: list) -> Callable:
     shape = jnp.broadcast_shapes(*(a.shape for a in plain))
     if not copies and not any(backend.sums_wide(a, shape) for a in plain):
         return fn
-    return _broadcasting(fn, shape, states)
+    return _broadcasting(fn, shape, plain, states)
 
 
-def _broadcasting(fn: Callable, shape: tuple[int, ...], states: list) -> Callable:
+def _broadcasting(fn: Callable, shape: tuple[int, ...], plain: list, states: list) -> Callable:
     """The function, with some operands broadcast first.
 
     These are copies (`~`), and operands that the backend sums otherwise. JAX refuses copies beside slices in an
@@ -132,11 +132,13 @@ def _broadcasting(fn: Callable, shape: tuple[int, ...], states: list) -> Callabl
     broadcast array is not kept for the backward pass.
     """
     axes = [max((s.axes[i] for s in states if s.axes), key=len) for i in range(len(shape))]
-    spec = spec_of(axes) if any(s.mode == "explicit" for s in states) else None
+    # The mesh is that of an operand which is on one: a number need not be.
+    on_mesh = next((a for a, s in zip(plain, states, strict=True) if s.mode == "explicit"), None)
+    sharding = None if on_mesh is None else sharding_on(on_mesh, spec_of(axes))
 
     def broadcast(*arrays):
         first = lambda a: hasattr(a, "ndim") and (state_of(a).copied or backend.sums_wide(a, shape))
-        return fn(*(backend.broadcast(a, shape, spec) if first(a) else a for a in arrays))
+        return fn(*(backend.broadcast(a, shape, sharding) if first(a) else a for a in arrays))
 
     return jax.checkpoint(broadcast, prevent_cse=False)
 

@@ -29,7 +29,7 @@ from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import on_mesh, refuse_dealt, types_of
 from trellis.notation import Shape, spec_of, typeof
-from trellis.notation.state import state_of
+from trellis.notation.state import sharding_on, state_of
 from trellis.notation.struct import check_divides
 
 Assignment = dict[str, tuple[str, ...]]
@@ -312,7 +312,7 @@ def spread(x: NamedArray, names: tuple[str, ...], where: Assignment | None, size
         for name in names:
             check_divides(name, sizes[name], where[name], mesh, f"'{'/'.join((name, *where[name]))}'")
         spec = spec_of([where[name] for name in names], state.pending)
-    return backend.broadcast(array, shape, spec, dims=sorted(places))
+    return backend.broadcast(array, shape, spec and sharding_on(array, spec), dims=sorted(places))
 
 
 def locally(fn, array):
