@@ -163,3 +163,13 @@ def test_a_narrow_number_need_not_be_on_the_mesh(way):
             assert loss(scale, x, 1.0) == rows.size
             gradient = jax.jit(jax.grad(loss))(scale, x, jnp.float32(0.01))
             assert float(gradient) == pytest.approx(rows.size * 0.01, rel=0.005)
+
+
+def test_a_bfloat16_probability_is_met():
+    """JAX draws uniform numbers in the type of the probability: 7.7 of 1,000 were true."""
+    key, axes, chance = jax.random.key(0), {"batch": 1 << 20}, jnp.asarray(0.001, jnp.bfloat16)
+    found = tr.random.bernoulli(key, axes, chance)
+    np.testing.assert_array_equal(found.array, tr.random.bernoulli(key, axes, float(chance)).array)
+    kept = tr.random.dropout(key, tr.ones(axes, "bfloat16"), chance)
+    assert kept.dtype == jnp.bfloat16
+    assert float((kept.array == 0).mean()) == pytest.approx(0.001, rel=0.2)
