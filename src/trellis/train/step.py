@@ -21,6 +21,7 @@ from trellis.models import LanguageModel, Measured
 from trellis.named import Keep, NamedArray, Narrow, is_named
 from trellis.named.backend import loop_over
 from trellis.named.reshape import split_axis, transpose
+from trellis.named.rounding import exponent_of, power_of_two
 from trellis.named.stacked import taken_apart
 from trellis.named.tuned import Tuned, tuned_for
 from trellis.nn import Precision, TokenLoss, next_token_loss, tied
@@ -195,8 +196,7 @@ def loss_gradients_and_met(model: LanguageModel, largest: Scales, batch: Batch, 
         model, batch, options, key: as for `loss_and_gradients`.
         largest: the elements that scales are made from, by `largest_of`.
     """
-    tokens = batch.loss_mask.astype(jnp.float32).sum().array
-    scale = 1.0 / jnp.maximum(tokens, 1.0)
+    scale, lift = _loss_scale(batch, options.precision)
 
     def mean_loss(params, largest, part, key, ahead=None, scale=scale):
         params = with_largest(with_keys(params, key), largest)
@@ -205,11 +205,12 @@ def loss_gradients_and_met(model: LanguageModel, largest: Scales, batch: Batch, 
 
     to_use = lambda params: options.precision.in_use(params)
     if (axis := stages_of(model)) is not None:
-        return *_through_stages(model, batch, to_use, mean_loss, options, key, axis), {}
+        *found, gradients = _through_stages(model, batch, to_use, mean_loss, options, key, axis, scale)
+        return *found, _lowered(gradients, lift), {}
     if options.microbatches == 1:
         whole = jax.value_and_grad(lambda p, m: mean_loss(to_use(p), m, batch, key), (0, 1), has_aux=True)
-        (_, found), gradients = whole(model, largest)
-        return *found, *gradients
+        (_, found), (gradients, met) = whole(model, largest)
+        return *found, _lowered(gradients, lift), met
 
     def as_used(params):
         params = to_use(params)
@@ -224,10 +225,31 @@ def loss_gradients_and_met(model: LanguageModel, largest: Scales, batch: Batch, 
     loss = jax.value_and_grad(mean_loss, (0, 1), has_aux=True)
     sums, measured, total, met = _accumulate(loss, use, largest, parts, key, ahead)
     (gradients,) = pull(jax.tree.map(lambda g, p: g.astype(p.dtype), total, use))
-    return sums, measured, gradients, met
+    return sums, measured, _lowered(gradients, lift), met
 
 
-def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str):
+def _loss_scale(batch: Batch, precision: Precision) -> tuple[jax.Array, jax.Array | None]:
+    """What makes the sum of a loss its mean, and a power of two by which it is larger, if gradients are in float16.
+
+    The gradient of the mean over a million tokens is a millionth for each, where float16 ends: of a small Llama's 131
+    thousand leave an error of a tenth, a million one of a half. The root of their number keeps each token's gradient
+    away from this end, and their sum from the other.
+    """
+    tokens = jnp.maximum(batch.loss_mask.astype(jnp.float32).sum().array, 1.0)
+    if "float16" not in (precision.params, precision.compute, *precision.exceptions.values()):
+        return 1.0 / tokens, None
+    lift = power_of_two(exponent_of(tokens) // 2)
+    return lift / tokens, lift
+
+
+def _lowered(gradients, lift: jax.Array | None):
+    """The gradients of the mean, in float32 if they were lifted."""
+    return gradients if lift is None else jax.tree.map(lambda g: g.astype(jnp.float32) / lift, gradients)
+
+
+def _through_stages(
+    model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str, scale
+):
     """The same for a model whose layers are spread over stages."""
     copied = _copied if options.accumulation == "pending" else lambda params: params
     last = around_loss(model, axis)
@@ -243,7 +265,6 @@ def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, 
         return in_stages(whole, axis), head
 
     use, pull = jax.vjp(used, model)
-    scale = 1.0 / jnp.maximum(batch.loss_mask.astype(jnp.float32).sum().array, 1.0)
 
     def shared(numbers):
         keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
