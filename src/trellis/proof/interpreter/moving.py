@@ -8,7 +8,7 @@ import numpy as np
 from trellis.inspect.hlo import Instruction, item_bits
 from trellis.proof.interpreter.item_bytes import BYTES, put_together, taken_apart
 from trellis.proof.interpreter.layouts import ArrayType, bitcast, in_memory
-from trellis.proof.interpreter.values import NotInterpreted, Team, each, spread
+from trellis.proof.interpreter.values import NotInterpreted, each, spread
 
 
 def _broadcast(instruction: Instruction, machine) -> Callable:
@@ -239,31 +239,48 @@ def _sort(instruction: Instruction, machine) -> Callable:
         rows = [np.moveaxis(v, axis, -1) for v in values]
         devices = max(map(len, rows))
         rows = [np.broadcast_to(r, (devices, *r.shape[1:])) for r in rows]
-        order = _order(rows, less, team)
+        order = _order(rows, less)
         out = tuple(np.moveaxis(np.take_along_axis(r, order, -1), -1, axis) for r in rows)
         return out if several else out[0]
 
     return run
 
 
-def _order(rows: list[np.ndarray], less: Callable, team: Team) -> np.ndarray:
-    """The order of each row's entries by a comparison of any kind: how many come before each.
+def _order(rows: list[np.ndarray], less: Callable) -> np.ndarray:
+    """The order of each row's entries by a comparison of any kind; entries that compare alike keep their order.
 
-    Entries that compare alike keep their order, which a stable sort needs and any other may do.
+    Sorted stretches of 1, 2, 4, ... entries are merged in pairs, in all rows at once, so that a sort takes memory for a
+    few numbers an entry.
     """
     length = rows[0].shape[-1]
-    first, second = ([np.expand_dims(r, axis) for r in rows] for axis in (-1, -2))  # entry, other entry
-    other_first = less(*(x for pair in zip(second, first) for x in pair))
-    if isinstance(other_first, tuple):
-        raise NotInterpreted("a sort whose comparison gives several values")
-    shape = (*rows[0].shape, length)
-    other_first = np.broadcast_to(other_first, shape)
-    mine_first = other_first.swapaxes(-1, -2)
-    earlier = np.arange(length)[None, :] < np.arange(length)[:, None]
-    rank = (other_first | (~mine_first & earlier)).sum(-1)
-    order = np.empty(rank.shape, np.int64)
-    np.put_along_axis(order, rank, np.broadcast_to(np.arange(length), rank.shape), -1)
+    order = np.broadcast_to(np.arange(length), rows[0].shape)
+    width = 1
+    while width < length:
+        order = _merged_stretches([np.take_along_axis(r, order, -1) for r in rows], order, width, less)
+        width *= 2
     return order
+
+
+def _merged_stretches(rows: list[np.ndarray], order: np.ndarray, width: int, less: Callable) -> np.ndarray:
+    """Pairs of sorted stretches as one: an entry comes after its own stretch's before it, and the other's before it."""
+    length = order.shape[-1]
+    place = np.arange(length)
+    pair, left = place // (2 * width) * (2 * width), place // width % 2 == 0
+    first = np.where(left, pair + width, pair)  # of the other stretch
+    end = np.minimum(first + width, length)
+    low, high = (np.broadcast_to(np.minimum(edge, length), order.shape) for edge in (first, end))
+    while (open_ := low < high).any():
+        middle = (low + high) // 2
+        others = [np.take_along_axis(r, np.minimum(middle, length - 1), -1) for r in rows]
+        pairs = [x for r, o in zip(rows, others) for x in (np.where(left, o, r), np.where(left, r, o))]
+        before = less(*pairs)
+        if isinstance(before, tuple):
+            raise NotInterpreted("a sort whose comparison gives several values")
+        passed = open_ & (before == left)
+        low, high = np.where(passed, middle + 1, low), np.where(open_ & ~passed, middle, high)
+    found = np.empty(order.shape, np.int64)
+    np.put_along_axis(found, place - np.where(left, 0, width) + low - np.minimum(first, length), order, -1)
+    return found
 
 
 OPERATIONS: dict[str, Callable] = {
