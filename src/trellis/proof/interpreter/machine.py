@@ -13,7 +13,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from trellis.inspect.hlo import Instruction, Program, parse_program
-from trellis.proof.interpreter import collectives, control, custom, elementwise, moving, products, reducing
+from trellis.proof.interpreter import collectives, control, custom, elementwise, moving, products, reducing, windows
 from trellis.proof.interpreter.layouts import ArrayType, Type, parse_type
 from trellis.proof.interpreter.values import NO_DATA, Failed, Faulty, NotInterpreted, Team, Value, held_as
 from trellis.proof.interpreter.whole import mesh_of
@@ -23,6 +23,7 @@ OPERATIONS: Mapping[str, Callable] = {
     **products.OPERATIONS,
     **moving.OPERATIONS,
     **reducing.OPERATIONS,
+    **windows.OPERATIONS,
     **collectives.OPERATIONS,
     **control.OPERATIONS,
     **custom.OPERATIONS,
@@ -217,6 +218,9 @@ class Interpreter:
         made = [i for i in inner if i.op != "parameter"]
         if len(inner) == 3 and len(made) == 1 and made[0].op in elementwise.COMMUTATIVE:
             return elementwise.BINARY[made[0].op]
+        root = self.program.root(computation)
+        if not made and root is not None and root.op == "parameter" and root.literal == "1":
+            return reducing.later
         alone = Team(np.arange(1))
 
         def combine(*arrays: np.ndarray) -> Value:

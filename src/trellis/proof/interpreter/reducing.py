@@ -1,4 +1,4 @@
-"""Operations that combine elements by a computation of their own: reductions, windows, scatters, maps."""
+"""Operations that combine elements by a computation of their own: reductions, scatters, maps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,14 @@ import numpy as np
 
 from trellis.inspect.hlo import Instruction
 from trellis.proof.interpreter.moving import Lookup
-from trellis.proof.interpreter.products import Window
 from trellis.proof.interpreter.values import each
 
 Combiner = Callable[..., Any]  # an array, or a tuple of several
+
+
+def later(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Combines by taking what comes later, as a scatter that writes over what was there."""
+    return after
 
 
 def summed(x: np.ndarray, axes: tuple[int, ...] | int, combine: np.ufunc) -> np.ndarray:
@@ -66,35 +70,6 @@ def folded(arrays, starts, dims, combine: Combiner) -> tuple[np.ndarray, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def _reduce_window(instruction: Instruction, machine) -> Callable:
-    operands = machine.operand_types(instruction)
-    count = len(operands) // 2
-    shape = operands[0].shape
-    window = Window(instruction.attribute("window") or "", len(shape))
-    combine = machine.combiner(instruction.called()["to_apply"][0])
-    kind = machine.type(instruction)
-    result = kind[0].shape if isinstance(kind, tuple) else kind.shape
-
-    def run(values, team):
-        arrays, starts = list(values[:count]), values[count:]
-        for d in range(len(shape)):
-            if window.size[d] == 1 and result[d] == arrays[0].shape[1 + d]:
-                continue
-            places, _ = window.pairs(d, arrays[0].shape[1 + d], window.size[d], result[d])
-            arrays = [_windows(x, s, d, places) for x, s in zip(arrays, starts)]
-            arrays = list(folded(arrays, starts, (d + 1,), combine))
-        return tuple(arrays) if isinstance(kind, tuple) else arrays[0]
-
-    return run
-
-
-def _windows(x: np.ndarray, start: np.ndarray, dim: int, places: np.ndarray) -> np.ndarray:
-    """What each place along a dimension sees, in a dimension after it; the start where there is nothing."""
-    found = np.take(x, np.maximum(places, 0), 1 + dim)
-    outside = (places < 0).reshape(*places.shape, *[1] * (x.ndim - 2 - dim))
-    return np.where(outside, start.reshape(len(start), *[1] * (found.ndim - 1)), found).astype(x.dtype)
-
-
 def _scatter(instruction: Instruction, machine) -> Callable:
     ints = lambda name: machine.integers(instruction, name)
     operands = machine.operand_types(instruction)
@@ -118,7 +93,7 @@ def _scatter(instruction: Instruction, machine) -> Callable:
         numbers = numbers[inside].reshape(-1)
         out = [np.array(x).reshape(-1) for x in targets]
         news = [x.transpose(order)[inside].reshape(-1) for x in news]
-        _written(out, numbers, news, combine)
+        written(out, numbers, news, combine)
         return np.stack([x.reshape(operands[0].shape) for x in out])
 
     def run(values, team):
@@ -128,10 +103,13 @@ def _scatter(instruction: Instruction, machine) -> Callable:
     return run
 
 
-def _written(out: list[np.ndarray], numbers: np.ndarray, news: list[np.ndarray], combine: Combiner) -> None:
+def written(out: list[np.ndarray], numbers: np.ndarray, news: list[np.ndarray], combine: Combiner) -> None:
     """Combines elements in place with new ones, one after the other if several meet one."""
     if len(out) == 1 and isinstance(combine, np.ufunc):
         combine.at(out[0], numbers, news[0])
+        return
+    if combine is later:
+        out[0][numbers] = news[0]  # the last of those that meet one element
         return
     # The first that meets each element, then the second, ...: in one round no element is met twice.
     order = np.argsort(numbers, kind="stable")
@@ -154,6 +132,5 @@ def _map(instruction: Instruction, machine) -> Callable:
 OPERATIONS: dict[str, Callable] = {
     "map": _map,
     "reduce": _reduce,
-    "reduce-window": _reduce_window,
     "scatter": _scatter,
 }
