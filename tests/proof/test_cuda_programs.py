@@ -211,3 +211,55 @@ def test_the_command_says_what_it_does_not_know(capsys, monkeypatch):
     said = capsys.readouterr().err
     assert "the operation all-gather" in said and "the program of tiny for v5e:2x2" in said
     assert said.count("seen: ") == said.count("where: ") == said.count("fix: ") == 1
+
+
+LABELS = "b01f_o01i->b01f"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolutions_of_cudnn(groups):
+    """Forward, and both backward, with a stride, unequal padding, and taps that lie apart."""
+    x, w = (np.random.default_rng(i).normal(size=s).astype(np.float32) for i, s in enumerate(_sizes(groups)))
+    window = "{size=3x2 stride=2x1 pad=1_2x0_3 rhs_dilate=1x2}"
+
+    def convolved(x, w):
+        how = dict(window_strides=(2, 1), padding=[(1, 2), (0, 3)], rhs_dilation=(1, 2), feature_group_count=groups)
+        return jax.lax.conv_general_dilated(x, w, **how, dimension_numbers=("NHWC", "OHWI", "NHWC"))
+
+    y, pull = jax.vjp(convolved, x, w)
+    d_x, d_w = pull(y)
+    calls = {"Forward": ((x, w), y), "BackwardInput": ((y, w), d_x), "BackwardFilter": ((x, y), d_w)}
+    for way, (given, wanted) in calls.items():
+        (found, workspace) = run(_convolution(way, given, wanted, window, groups), [np.asarray(a) for a in given])
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+        assert workspace.size == 0
+
+
+def _sizes(groups: int) -> tuple[tuple[int, ...], ...]:
+    return (2, 6, 5, 4), (6, 3, 2, 4 // groups)
+
+
+def test_a_convolution_of_cudnn_with_what_follows():
+    x, w = (np.random.default_rng(i).normal(size=s).astype(np.float32) for i, s in enumerate(_sizes(1)))
+    given, bias = (x, w, np.arange(6, dtype=np.float32)), np.arange(6, dtype=np.float32)
+    y = np.asarray(jax.lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "OHWI", "NHWC")))
+    how = '"activation_mode":"kRelu","conv_result_scale":2,"side_input_scale":0'
+    found, _ = run(_convolution("BiasActivationForward", given, y, "{size=3x2}", 1, how), given)
+    np.testing.assert_allclose(found, np.maximum(2 * y + bias, 0), rtol=1e-4, atol=1e-4)
+    how = how.replace("kRelu", "kUnknown")
+    with pytest.raises(NotInterpreted, match="with the activation kUnknown"):
+        run(_convolution("BiasActivationForward", given, y, "{size=3x2}", 1, how), given)
+
+
+def _convolution(way, given, wanted, window, groups, how='"activation_mode":"kNone","conv_result_scale":1') -> str:
+    """A program that is one call of cuDNN's."""
+    type_ = lambda x: f"f32[{','.join(map(str, x.shape))}]"
+    lines = [f"  x{i} = {type_(x)} parameter({i})" for i, x in enumerate(given)]
+    call = f'custom_call_target="__cudnn$conv{way}", backend_config={{"cudnn_conv_backend_config":{{{how}}}}}'
+    attributes = f"window={window}, dim_labels={LABELS}, feature_group_count={groups}, {call}"
+    operands = ", ".join(f"%x{i}" for i in range(len(given)))
+    result = f"({type_(wanted)}, u8[0]{{0}})"
+    return "\n".join(
+        ["HloModule m", "ENTRY main () -> f32[] {", *lines]
+        + [f"  ROOT call = {result} custom-call({operands}), {attributes}", "}"]
+    )

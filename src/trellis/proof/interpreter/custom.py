@@ -130,6 +130,7 @@ KERNELS: Mapping[str, Callable] = {
     **kernels.SPLASH,
     **kernels.FURTHER,
     **kernels.CUDNN,
+    **kernels.CONVOLUTION,
     **kernels.GROUPED,
     **kernels.ACTIVATIONS,
 }
