@@ -1,6 +1,7 @@
 """Runs and functions that are proven, and some that are not."""
 
 import contextlib
+import dataclasses
 import json
 from functools import partial
 
@@ -75,6 +76,8 @@ def test_a_function_is_held_against_another(four):
     )
     assert not wrong.proven and wrong.outputs[0].devices == (0, 1, 2, 3)
     assert "NOT PROVEN: 1 of 1 results are wrong" in str(wrong)
+    unsaid = dataclasses.replace(wrong, unknown="the operation scan, as cumsum.9")
+    assert "the interpreter does not know the operation scan, as cumsum.9" in str(unsaid)
 
 
 def test_named_arrays_under_a_layout():

@@ -214,6 +214,7 @@ class Proof:
         results: what it computed, `device dim ...` each.
         structure: the function's ledger, matched with its collectives.
         rounded: how far the step for one device, as it is written, is from float32, if results are compared with it.
+        unknown: what the interpreter does not know of the step for one device, as it is written, if it does not.
         between: whether a token stands between two experts, so that two right programs may be far apart.
         finding: what made it wrong, if it is.
         fitted: how the run was changed for the target, a sentence each.
@@ -230,6 +231,7 @@ class Proof:
     results: tuple[np.ndarray, ...]
     structure: Structure
     rounded: float | None = None
+    unknown: str = ""
     between: bool = False
     finding: Finding | None = None
     fitted: tuple[str, ...] = ()

@@ -110,6 +110,11 @@ def _verdict(proof: Proof) -> str:
         )
     wrong = [output for output in proof.outputs if not output.right]
     lines = [f"NOT PROVEN: {len(wrong)} of {len(proof.outputs)} results are wrong ({seconds:.0f} s)"]
+    if proof.unknown:
+        lines.append(
+            "  held to     the plain step in float32 alone: of the step as it is written, whose constants in bfloat16 "
+            f"may explain this, the interpreter does not know {proof.unknown}"
+        )
     if proof.between:
         lines.append(
             "  experts     in all numbers that were drawn, some token is tied between two experts, and right programs "
@@ -138,6 +143,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "proven": proof.proven,
         "error": finite(proof.error),
         "rounded": proof.rounded,
+        "unknown": proof.unknown,
         "between": proof.between,
         "fault": proof.fault,
         "kernels": list(proof.kernels),

@@ -72,7 +72,8 @@ def prove_run(
     proof, bound = subject.execute(compiled), BOUND
     watch.note("executing")
     if not proof.proven and not proof.fault:
-        written, rounded = trial.written(reference, compiled)
+        written, rounded, unknown = trial.written(reference, compiled)
+        proof = dataclasses.replace(proof, unknown=unknown)
         watch.note("as written")
         if rounded < ROUNDED:
             subject, bound = trial.subject(written), max(BOUND, rounded / 10)
@@ -102,24 +103,24 @@ class Trial:
     chunk_bytes: int | None
     fitted: tuple[str, ...]
 
-    def written(self, reference: Reference, compiled: Compiled) -> tuple[Reference, float]:
+    def written(self, reference: Reference, compiled: Compiled) -> tuple[Reference, float, str]:
         """What the step for one device computes with the run's own constants, before a compiler has seen it.
 
         Returns:
-            That, and how far it is from the reference: infinitely where something in it is not interpreted. Of a
-            mixture of experts only metrics are compared: rounded constants lead some tokens to other experts.
+            That, how far it is from the reference, and what in it is not interpreted, with which it is infinitely far.
+            Of a mixture of experts only metrics are compared: rounded constants lead some tokens to other experts.
         """
         alone = self._alone().subject(reference)
         try:
             run = Interpreter(full_text(alone.lowered), 1)
             results = [result[0] for result in run([reference.given[i][None] for i in compiled.kept])]
-        except (Failed, NotInterpreted):
-            return reference, math.inf
+        except (Failed, NotInterpreted) as error:
+            return reference, math.inf, str(error)
         place = NamedSharding(alone.mesh, PartitionSpec())
         outputs = alone.compare([result[None] for result in results], [place] * len(results), ROUNDED)
         mixture = self.prepared.run.model.experts > 1
         compared = [o.error for o, before in zip(outputs, reference.before) if before is None or not mixture]
-        return dataclasses.replace(reference, results=results), max(compared)
+        return dataclasses.replace(reference, results=results), max(compared), ""
 
     def _alone(self) -> "Trial":
         """The same step on one of the target's devices."""
