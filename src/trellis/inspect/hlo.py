@@ -425,6 +425,8 @@ def replica_groups(text: str) -> list[tuple[int, ...]]:
     [(0, 2, 4, 6), (1, 3, 5, 7)]
     >>> replica_groups("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}")
     [(0, 2, 4, 6), (1, 3, 5, 7)]
+    >>> replica_groups("mesh['a'=2,'b'=2,'c'=2] {'b','a'}")
+    [(0, 4, 2, 6), (1, 5, 3, 7)]
     """
     text = text.strip()
     if text.startswith("mesh["):
@@ -452,24 +454,27 @@ def _transposed(sizes: list[int], permutation: list[int] | None) -> list[int]:
 
 
 def _mesh_groups(text: str) -> list[tuple[int, ...]]:
-    """`mesh['a'=4,'b'=2], device_ids=(...) {'a', 'b':(1)2}`: the devices that differ in the named axes only."""
+    """`mesh['a'=4,'b'=2], device_ids=(...) {'a', 'b':(1)2}`: the devices that differ in the named axes only.
+
+    In a group the first of the named axes is the major one, wherever the mesh has it.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text.partition("]")[0])}
     devices = list(range(math.prod(sizes.values())))
     if ids := re.search(r"device_ids=\(?(\[[\d,]*\](?:T\([\d,]*\))?|[\d,\s]+)", text):
         iota = re.match(r"\[([\d,]*)\](?:T\(([\d,]*)\))?", ids[1])
         devices = _transposed(_numbers(iota[1]), _numbers(iota[2] or "") or None) if iota else _numbers(ids[1])
     used = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", text.rpartition("{")[2])
-    split: list[tuple[str, int, bool]] = []  # every mesh axis as (name, size, in the group), sub-axes apart
+    layout: list[int] = []  # the sizes of all mesh axes, parts of axes apart
+    places: dict[int, int] = {}  # the named axes by their places in `used`, and where they are in the layout
     for name, size in sizes.items():
-        parts = [(int(before), int(part)) for other, before, part in used if other == name and before]
-        if not parts:
-            split.append((name, size, any(other == name for other, _, _ in used)))
-            continue
-        before, part = parts[0]
-        split += [(name, before, False), (name, part, True), (name, size // (before * part), False)]
-    layout = [size for _, size, _ in split]
-    inside = [i for i, (_, _, used_) in enumerate(split) if used_]
-    outside = [i for i in range(len(split)) if i not in inside]
+        done = 1
+        mine = sorted((int(before or 1), int(part or size), i) for i, (n, before, part) in enumerate(used) if n == name)
+        for before, part, place in mine:
+            layout += [before // done, part]
+            places[place], done = len(layout) - 1, before * part
+        layout.append(size // done)
+    inside = [places[i] for i in sorted(places)]
+    outside = [i for i in range(len(layout)) if i not in inside]
     size = math.prod(layout[i] for i in inside)
     order = _transposed(layout, outside + inside)
     return [tuple(devices[d] for d in order[i : i + size]) for i in range(0, len(order), size)]

@@ -4,13 +4,14 @@ A reference of `kernels/` stands in for a kernel whose inside the program does n
 so that a report can say it.
 """
 
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
 from trellis.proof.interpreter import kernels, whole
-from trellis.proof.interpreter.layouts import blank
+from trellis.proof.interpreter.layouts import blank, in_memory
 from trellis.proof.interpreter.moving import sliced, viewed
 from trellis.proof.interpreter.values import NotInterpreted, Value
 
@@ -71,6 +72,23 @@ def _joined(instruction: Instruction, machine) -> Callable:
     return run
 
 
+def _cropped(instruction: Instruction, machine) -> Callable:
+    """A larger array in an array's memory, with zeros where that has padding."""
+    (before,), after = machine.operand_types(instruction), machine.type(instruction)
+    source, target = in_memory(before), in_memory(after)
+    if len(source) != len(target):
+        raise NotInterpreted(f"{instruction.name}, which reads {before} as {after}")
+    there = (source >= 0) & (target >= 0)
+
+    def run(values, team) -> Value:
+        x = values[0].reshape(len(values[0]), -1)
+        out = np.zeros((len(x), math.prod(after.shape)), x.dtype)
+        out[:, target[there]] = x[:, source[there]]
+        return out.reshape(len(x), *after.shape)
+
+    return run
+
+
 def more_inputs(instruction: Instruction, others: Mapping[str, Instruction]) -> list[str]:
     """What an operation reads besides its operands: the start of an asynchronous collective passes on its inputs."""
     if instruction.op != "custom-call" or len(instruction.operands) != 1:
@@ -121,6 +139,7 @@ TARGETS: Mapping[str, Callable] = {
     "AsyncCollectiveDone": _async_done,
     "AsyncCollectiveStart": _async_start,
     "ConcatBitcast": _joined,
+    "ZeroCrop": _cropped,
     **dict.fromkeys(("TopK", "__gpu$TopK"), _largest),
     "cu_threefry2x32_ffi": _threefry,
 }
