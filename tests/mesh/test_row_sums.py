@@ -87,6 +87,19 @@ def test_on_every_layout(monkeypatch, layout):
     np.testing.assert_array_equal(gradient(), expected)
 
 
+def test_a_table_in_slices_whose_rows_are_whole(monkeypatch):
+    """As that of positions, whose width rests in slices: its gradient has the table's own type."""
+    monkeypatch.setattr(take, "adds_in_any_order", lambda x: True)
+    places = tr.named(jnp.arange(6).reshape(2, 3) % 4, "batch pos")
+    looked_up = {"": tr.take, "mapped": tr.vmap(lambda table, _, ids: tr.take(table, "vocab", ids), "batch")}
+    with tr.Layout(tr.make_mesh(data=4, model=2), compute={}, params={"embed": "data"}):
+        table = tr.shard(tr.ones({"vocab": 5, "embed": 8}))
+        for lookup in looked_up.values():
+            found = jax.jit(jax.grad(lambda table, lookup=lookup: lookup(table, "vocab", places).sum().array))(table)
+            assert tr.typeof(found) == tr.typeof(table)
+            np.testing.assert_array_equal(np.asarray(found)[:, 0], [2, 2, 1, 1, 0])
+
+
 @pytest.mark.parametrize(
     ("recipe", "on"),
     [("llama_8b", "8xH100"), ("gpt2_small", "8xH100"), ("gpt_oss_20b", "8xH100"), ("qwen3_30b_a3b", "8xH100")],

@@ -232,23 +232,25 @@ def rows_of(table, ids, axis: int, sharding=None):
     if not (adds_in_any_order(table) and real and ids.size > 1 and table.size):
         return summed_wide(at, table, _wide(ids))
     table = vary(table, varying_axes(ids))
-    return _in_order(at, axis, jax.typeof(table))(from_start(ids, table.shape[axis]), table)
+    like, placed = jax.typeof(table), sharding is not None
+    return _in_order(at, axis, like, placed=placed)(from_start(ids, table.shape[axis]), table)
 
 
-def _in_order(at, axis: int, like):
-    """A lookup in a table of a type, whose gradient is summed by `row_sums`."""
+def _in_order(at, axis: int, like, *, placed: bool = False):
+    """A lookup in a table of a type, whose gradient is summed by `row_sums`, and placed as the table is if asked."""
 
     def back(ids, gradient):
         inner = tuple(range(axis, axis + ids.ndim))
         rows = jnp.moveaxis(gradient, inner, tuple(range(ids.ndim)))
         rest = rows.shape[ids.ndim :]
         sums = row_sums(ids.reshape(-1), rows.reshape(ids.size, -1), like.shape[axis])
-        return jnp.moveaxis(sums.astype(like.dtype).reshape(-1, *rest), 0, axis)
+        sums = jnp.moveaxis(sums.astype(like.dtype).reshape(-1, *rest), 0, axis)
+        return jax.reshard(sums, like.sharding) if placed else sums
 
     def mapped(ids, table, dims):
         of_ids, of_table = dims
         if of_table is None:  # more positions in one table
-            found = _in_order(at, axis, like)(jnp.moveaxis(ids, of_ids, 0), table)
+            found = _in_order(at, axis, like, placed=placed)(jnp.moveaxis(ids, of_ids, 0), table)
             return jnp.moveaxis(found, axis, 0)
         over = jax.vmap(at, in_axes=(of_table, of_ids))
         pull = jax.vmap(back, in_axes=(of_ids, 0), out_axes=of_table)
