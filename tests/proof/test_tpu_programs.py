@@ -154,3 +154,32 @@ def test_a_ring_by_our_own_kernels_is_proven():
 
     proof = tr.prove(gradients("splash"), *given, on="v5e:2x2", reference=gradients("reference"), explain=False)
     assert proof.proven and proof.kernels == ("attention_further", "attention_gradient_further")
+
+
+def test_booleans_that_are_summed_as_words():
+    """Twelve booleans with the padding behind them, and a single one, travel in words of four."""
+    type_, words = "{0:T(512)(128)(4,1)}", "{2,1,0:T(1,128)}"
+    text = f"""HloModule m, num_partitions=2
+add (a: u32[], b: u32[]) -> u32[] {{
+  a = u32[] parameter(0)
+  b = u32[] parameter(1)
+  ROOT both = u32[] or(%a, %b)
+}}
+ENTRY main () -> (pred[12], pred[]) {{
+  x = pred[12]{type_} parameter(0)
+  one = pred[]{{:T(512)}} parameter(1)
+  more = pred[512]{type_} custom-call(%x), custom_call_target="ZeroCrop"
+  words = u32[1,1,128]{words} bitcast(%more)
+  word = u32[]{{:T(128)}} bitcast(%one)
+  sums = (u32[1,1,128]{words}, u32[]{{:T(128)}}) all-reduce(%words, %word), channel_id=1, replica_groups={{{{0,1}}}}, use_global_device_ids=true, to_apply=%add
+  all = u32[1,1,128]{words} get-tuple-element(%sums), index=0
+  any = u32[]{{:T(128)}} get-tuple-element(%sums), index=1
+  found = pred[12]{type_} bitcast(%all)
+  some = pred[]{{:T(512)}} bitcast(%any)
+  ROOT both = (pred[12]{type_}, pred[]{{:T(512)}}) tuple(%found, %some)
+}}
+"""  # noqa: E501
+    x = np.array([[1, 0, 0, 1] * 3, [0, 0, 1, 1] * 3], bool)
+    found, some = Interpreter(text)([x, np.array([False, True])])
+    np.testing.assert_array_equal(np.broadcast_to(found, x.shape), [x.any(0)] * 2)
+    assert some.all()

@@ -1,5 +1,6 @@
 """Operations that move elements about: broadcasts, slices, lookups, sorting."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -49,11 +50,13 @@ def viewed(before: ArrayType, after: ArrayType, machine, name: str) -> Callable[
         return lambda x: taken_apart(x, before, after)
     if before.dtype in BYTES:
         return lambda x: put_together(x, before, after)
+    if whole and held[0].itemsize * len(in_memory(before)) == held[1].itemsize * len(in_memory(after)):
+        return lambda x: in_other_items(x, before, after, held[1])
     raise NotInterpreted(f"a bitcast from {before.dtype} to {after.dtype}, in {name}")
 
 
 def in_other_items(x: np.ndarray, before: ArrayType, after: ArrayType, held: np.dtype) -> np.ndarray:
-    """What another type, whose elements are wider or narrower, sees in an array's memory, which has no padding.
+    """What another type, whose elements are wider or narrower, sees in an array's memory, with zeros for padding.
 
     Args:
         x: `device dim ...`, each element in as many bytes as the program gives it.
@@ -62,9 +65,10 @@ def in_other_items(x: np.ndarray, before: ArrayType, after: ArrayType, held: np.
         held: as which elements of that are held.
     """
     source, target = in_memory(before), in_memory(after)
-    memory = np.ascontiguousarray(np.asarray(x).reshape(len(x), -1)[:, source])
-    out = np.empty((len(x), len(target)), held)
-    out[:, target] = memory.view(held)
+    memory = np.zeros((len(x), len(source)), x.dtype)
+    memory[:, source >= 0] = np.asarray(x).reshape(len(x), -1)[:, source[source >= 0]]
+    out = np.empty((len(x), math.prod(after.shape)), held)
+    out[:, target[target >= 0]] = memory.view(held)[:, target >= 0]
     return out.reshape(len(x), *after.shape)
 
 
