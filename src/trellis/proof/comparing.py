@@ -68,7 +68,7 @@ def compare(
     Raises:
         UserError: it should not be a number anywhere, which every program that computes none would prove.
     """
-    if want.dtype.kind == "f" and want.size and np.isnan(want).all():
+    if want.dtype.kind in "fc" and want.size and np.isnan(want).all():
         raise UserError(
             "A proof needs a result with numbers.",
             seen=f"{name}: not one entry is a number on one device",
@@ -76,11 +76,12 @@ def compare(
             fix="give arguments of which the plain program makes numbers, or leave the result out",
         )
     parts = cut(want, sharding)
-    if want.dtype.kind == "f":
-        change = want if before is None else want.astype(np.float64) - before
+    if want.dtype.kind in "fc":
+        wide = np.result_type(want.dtype, np.float64)
+        change = want if before is None else want.astype(wide) - before
         scale = max(float(np.max(np.abs(change), where=np.isfinite(change), initial=0.0)), 1e-30)
         with np.errstate(invalid="ignore"):  # of two infinities
-            off = np.abs(found.astype(np.float64) - parts) - _ROUNDING * np.abs(parts)
+            off = np.abs(found.astype(wide) - parts) - _ROUNDING * np.abs(parts)
         same = (found == parts) | (np.isnan(found) & np.isnan(parts))
         off = np.where(same, 0.0, np.where(np.isfinite(off), off, np.inf)) / scale
     else:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
-from trellis.proof.interpreter import kernels, whole
+from trellis.proof.interpreter import kernels, solving, whole
 from trellis.proof.interpreter.layouts import blank, in_memory
 from trellis.proof.interpreter.moving import sliced, viewed
 from trellis.proof.interpreter.values import NotInterpreted, Value
@@ -152,6 +152,7 @@ KERNELS: Mapping[str, Callable] = {
     **kernels.CONVOLUTION,
     **kernels.GROUPED,
     **kernels.ACTIVATIONS,
+    **solving.KERNELS,
 }
 
 

@@ -13,7 +13,7 @@ from trellis.proof.interpreter.values import FLOATS, NotInterpreted, Value
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """A quotient as XLA has it: of integers towards zero, and -1 for a division by zero."""
-    if a.dtype.kind == "f":
+    if a.dtype.kind in "fc":
         return a / b
     safe = np.where(b == 0, 1, b)
     quotient = a // safe
@@ -62,15 +62,29 @@ def _right_logical(x, by, over):
     return np.where(over, 0, x.view(bits) >> by.astype(bits)).astype(bits).view(x.dtype)
 
 
+def _leading_zeros(x: np.ndarray) -> np.ndarray:
+    """How many bits before the first 1, from the largest."""
+    bits, wide = 8 * x.dtype.itemsize, x.view(f"u{x.dtype.itemsize}")
+    return sum(((wide >> np.array(n, wide.dtype)) == 0).astype(x.dtype) for n in range(bits))
+
+
 UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "abs": np.abs,
+    "acos": np.arccos,
+    "acosh": np.arccosh,
+    "asin": np.arcsin,
+    "asinh": np.arcsinh,
+    "atanh": np.arctanh,
     "cbrt": np.cbrt,
     "ceil": np.ceil,
+    "cosh": np.cosh,
     "cosine": np.cos,
+    "count-leading-zeros": _leading_zeros,
     "erf": scipy.special.erf,
     "exponential": np.exp,
     "exponential-minus-one": np.expm1,
     "floor": np.floor,
+    "imag": np.imag,
     "is-finite": np.isfinite,
     "log": np.log,
     "log-plus-one": np.log1p,
@@ -78,11 +92,13 @@ UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "negate": np.negative,
     "not": np.invert,
     "popcnt": _ones,
+    "real": np.real,
     "round-nearest-afz": _round_half_away,
     "round-nearest-even": np.rint,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "sign": np.sign,
     "sine": np.sin,
+    "sinh": np.sinh,
     "sqrt": np.sqrt,
     "tan": np.tan,
     "tanh": np.tanh,
@@ -91,6 +107,7 @@ BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "add": np.add,
     "and": np.bitwise_and,
     "atan2": np.arctan2,
+    "complex": lambda real, imag: real + 1j * imag,
     "divide": _divide,
     "maximum": np.maximum,
     "minimum": np.minimum,
@@ -216,11 +233,12 @@ def constant(literal: str, kind: ArrayType, dtype: np.dtype) -> np.ndarray:
     if "..." in literal:
         raise NotInterpreted("a constant whose numbers were left out; print the program with large constants")
     words = _WORD.findall(re.sub(r"/\*.*?\*/", "", literal))
-    if dtype.kind == "f":
+    if dtype.kind in "fc":
         numbers = [float(re.sub(r"\(.*", "", word)) for word in words]
     else:
         numbers = [{"true": 1, "false": 0}.get(word) if word[0] in "tf" else int(word) for word in words]
-    found = np.array(numbers, np.float64 if dtype.kind == "f" else object).astype(dtype)
+    found = np.array(numbers, np.float64 if dtype.kind in "fc" else object)
+    found = (found.view(np.complex128) if dtype.kind == "c" else found).astype(dtype)
     if found.size == 1:
         return np.broadcast_to(found.reshape(()), kind.shape)
     return found.reshape(kind.shape)

@@ -13,7 +13,17 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from trellis.inspect.hlo import Instruction, Program, parse_program
-from trellis.proof.interpreter import collectives, control, custom, elementwise, moving, products, reducing, windows
+from trellis.proof.interpreter import (
+    collectives,
+    control,
+    custom,
+    elementwise,
+    moving,
+    products,
+    reducing,
+    solving,
+    windows,
+)
 from trellis.proof.interpreter.layouts import ArrayType, Type, parse_type
 from trellis.proof.interpreter.values import NO_DATA, Failed, Faulty, NotInterpreted, Team, Value, held_as
 from trellis.proof.interpreter.whole import mesh_of
@@ -24,6 +34,7 @@ OPERATIONS: Mapping[str, Callable] = {
     **moving.OPERATIONS,
     **reducing.OPERATIONS,
     **windows.OPERATIONS,
+    **solving.OPERATIONS,
     **collectives.OPERATIONS,
     **control.OPERATIONS,
     **custom.OPERATIONS,

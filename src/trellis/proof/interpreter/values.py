@@ -2,7 +2,8 @@
 
 An array of HLO is a numpy array with one more dimension in front, the devices: `device dim ...`. If it is the same on
 all of them, that dimension has size 1, so that what all devices compute alike is computed once. A tuple is a tuple.
-Floats are held in one wide type, whatever the program says, so that a difference is an error and not rounding.
+Floats, and both parts of complex numbers, are held in one wide type, whatever the program says, so that a difference is
+an error and not rounding.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ _INTEGERS = {"pred": "bool", "s4": "int8", "s8": "int8", "s16": "int16", "s32": 
 FLOATS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64,
           "f8e4m3fn": ml_dtypes.float8_e4m3fn, "f8e5m2": ml_dtypes.float8_e5m2, "f8e4m3": ml_dtypes.float8_e4m3,
           "f8e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz}  # fmt: skip
+COMPLEX = ("c64", "c128")
 NO_DATA = ("token", "opaque")
 
 
@@ -62,6 +64,8 @@ def held_as(dtype: str, wide: np.dtype) -> np.dtype:
         return np.dtype(_INTEGERS[dtype])
     if dtype in FLOATS:
         return np.dtype(wide)
+    if dtype in COMPLEX:
+        return np.result_type(wide, np.complex64)
     raise NotInterpreted(f"the element type {dtype}")
 
 
