@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -119,7 +120,8 @@ def _one_operation(body: list[Instruction]) -> np.ufunc | None:
     made = [i for i in body if i.op != "parameter"]
     if len(body) != 4 or len(made) != 2 or made[0].op not in elementwise.COMMUTATIVE or made[1].op != "tuple":
         return None
-    return elementwise.BINARY[made[0].op] if set(made[1].operands) == {made[0].name} else None
+    function: Any = elementwise.BINARY[made[0].op]
+    return function if set(made[1].operands) == {made[0].name} else None
 
 
 def _accumulated(x: np.ndarray, start: np.ndarray, dim: int, combine: np.ufunc, *, backwards: bool) -> tuple:

@@ -58,10 +58,8 @@ def _ordered(arrays: Sequence[np.ndarray], labels: Sequence[str], groups: int) -
 
 
 def _split(x: np.ndarray, groups: int) -> np.ndarray:
-    """A view with the last dimension in groups; a copy would not be filled."""
-    view = x.view()
-    view.shape = (*x.shape[:-1], groups, x.shape[-1] // groups)
-    return view
+    """A view with the last dimension in groups, which is filled with it."""
+    return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
 
 
 def _filled(arrays: Sequence[np.ndarray], window: Window, missing: int) -> None:
