@@ -56,16 +56,16 @@ def test_copies_to_the_host_are_moves():
     assert "host copy" in str(page(plan, found=found))
 
 
-@pytest.mark.parametrize("on", ["8xH100", "v5p:2x2x2"])
-def test_attention_is_kept_by_its_name(on):
+@pytest.mark.parametrize(("on", "devices"), [("8xH100", 8), ("v5p:2x2x2", 8), ("1xH100", 1)])
+def test_attention_is_kept_by_its_name(on, devices):
     """Its result and the log of its sums, and its forward pass is not made again."""
     full, kept = (
-        quick_plan(small(remat__policy=p, remat__names=n), target(on))
+        quick_plan(small(remat__policy=p, remat__names=n, mesh__data=str(devices)), target(on))
         for p, n in (("full", ""), ("saved", "attention"))
     )
     made_again = lambda plan: [x for x in plan.times.lines if (x.kind, x.where) == ("attention", "recomputed")]
     assert made_again(full) and not made_again(kept)
-    rows, heads = 32 // 8 * 256, 4
+    rows, heads = 32 // devices * 256, 4
     by_name = {b.name: b.num_bytes for b in kept.memory.kept_by_name()}
     assert by_name["attention"] == 2 * rows * heads * (64 * 2 + 4)
 

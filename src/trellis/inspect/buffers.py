@@ -4,6 +4,7 @@ import dataclasses
 
 from trellis.program import Operation, Program, Value
 from trellis.program.flow import MOVES, VIEWS, origin
+from trellis.program.reading import ENTER, LEAVE
 from trellis.program.scopes import names_of
 from trellis.program.sizes import typed
 
@@ -34,13 +35,23 @@ def given_name(value: Value) -> str:
     """The name that `save` (`checkpoint_name`) gave to a value, or to what it is a view of; or nothing."""
     seen = value
     while seen is not None:
-        for reader in seen.readers:
-            if reader.mark:
-                return reader.mark
+        if mark := _mark(seen):
+            return mark
         maker = seen.maker
         if maker is not None and maker.mark:
             return maker.mark
         seen = maker.operands[0] if maker is not None and maker.name in VIEWS else None
+    return ""
+
+
+def _mark(value: Value) -> str:
+    """The name that a value is given where it is read, inside the `shard_map` that made it or outside."""
+    for reader in value.readers:
+        mark = reader.mark
+        if reader.name in (ENTER, LEAVE):
+            mark = _mark(reader.results[reader.operands.index(value)])
+        if mark:
+            return mark
     return ""
 
 
