@@ -5,6 +5,7 @@ import contextvars
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Generator
 from typing import Any
 
@@ -194,6 +195,8 @@ def _cudnn_settings(q, mask, causal: bool, window: int | None, scale: float) -> 
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=window,
     )
+    if "score_mod" in inspect.signature(fused._dot_product_attention_fwd_impl).parameters:  # from JAX 0.12 on
+        settings["score_mod"] = None
     return (hidden, *[none] * 6), settings
 
 

@@ -226,7 +226,7 @@ class _Update:
         wide = jnp.float32 if count and method in _GATHERING and backend.is_narrow(x) else x.dtype
 
         def program(array, *rest):
-            ids, given = rest[:count], [value.astype(wide) for value in rest[count:]]
+            ids, given = rest[:count], [new.astype(wide) for new in rest[count:]]
             array = array.astype(wide)
             shape = jnp.broadcast_shapes(*(i.shape for i in ids)) if ids else ()
             ids = [jnp.transpose(jnp.broadcast_to(i, shape), id_turn) for i in ids]
