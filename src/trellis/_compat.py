@@ -1,14 +1,17 @@
 """The few private names of JAX that Trellis needs, each with the versions it was tried on."""
 
 import contextlib
+import contextvars
 import functools
 import importlib
+import inspect
 import re
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import take_current_trace
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -278,6 +281,102 @@ def move(array, sharding):
     if _COLLECTIVES_TAKE_THE_NAME_OF_THEIR_OPERAND:
         array = jax.reshard(array, jax.typeof(array).sharding)
     return jax.reshard(array, sharding)
+
+
+@contextlib.contextmanager
+def cudnn_assumed() -> Generator[None]:
+    """Lets cuDNN attention be traced, and compiled for a GPU that is not here, as if cuDNN were installed.
+
+    The check is a function of a private module, in JAX 0.10.2 to 0.12.0; if it is missing, nothing changes.
+    """
+    try:
+        module = _cudnn()
+        original = module.check_cudnn_version
+    except (ImportError, AttributeError):
+        yield
+        return
+    module.check_cudnn_version = lambda: 91000
+    try:
+        yield
+    finally:
+        module.check_cudnn_version = original
+
+
+# Whether the program that is being lowered will be compiled with sums in one order (`sums_in_one_order`).
+_IN_ONE_ORDER: contextvars.ContextVar[bool] = contextvars.ContextVar("in_one_order", default=False)
+
+
+@contextlib.contextmanager
+def sums_in_one_order(asked: bool) -> Generator[None]:
+    """Within it, programs are lowered for a compiler that is asked for sums in one order on GPUs, if it is.
+
+    XLA (of JAX 0.10.2 to 0.12.0) writes into the first of several equal calls of cuDNN's attention that its gradient is
+    to be summed in one order, takes the others for calls that it has compiled, and does not find them where the program
+    runs (docs/published-bugs.md, 41). If all of them say so already, it does.
+    """
+    before = _IN_ONE_ORDER.set(asked)
+    try:
+        yield
+    finally:
+        _IN_ONE_ORDER.reset(before)
+
+
+@functools.cache
+def _cudnn() -> Any:
+    """JAX's module of cuDNN's attention, whose calls say what `sums_in_one_order` says."""
+    module: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    config = getattr(module, "create_dot_product_attention_backend_config_base", None)
+    if config is None:
+        return module
+
+    @functools.wraps(config)
+    def with_order(*args, **kwargs):
+        made = config(*args, **kwargs)
+        if _IN_ONE_ORDER.get():
+            made["cudnn_fmha_backend_config"]["force_deterministic"] = True
+        return made
+
+    module.create_dot_product_attention_backend_config_base = with_order
+    return module
+
+
+def _cudnn_settings(q, mask, causal: bool, window: int | None, scale: float) -> tuple[Any, dict[str, Any]]:
+    """Hidden keys as scores to add, and the kernel's settings."""
+    fused = _cudnn()
+    none = jnp.zeros(0, q.dtype)
+    # As JAX does: cuDNN subtracts large scores, so they are not as large as they can be.
+    hidden = none if mask is None else jnp.where(mask, jnp.zeros((), q.dtype), fused.get_large_negative_number(q.dtype))
+    kind = fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK
+    settings = dict(
+        scale=scale,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(mask is not None, False),
+        mask_type=kind,
+        layout=fused.AttentionLayout.BTNH.value,
+        sliding_window_length=window,
+    )
+    if "score_mod" in inspect.signature(fused._dot_product_attention_fwd_impl).parameters:  # from JAX 0.12 on
+        settings["score_mod"] = None
+    return (hidden, *[none] * 6), settings
+
+
+def cudnn_forward(q, k, v, *, mask, causal: bool, window: int | None, scale: float) -> tuple[jax.Array, jax.Array]:
+    """The result, `batch pos heads head_dim`, and the log of the sums, `f32["batch heads pos"]`.
+
+    `jax.nn.dot_product_attention` rounds the log to bfloat16, and its gradient takes none. The primitives are private,
+    in JAX 0.10.2 to 0.12.0.
+    """
+    rest, settings = _cudnn_settings(q, mask, causal, window, scale)
+    _cudnn().check_cudnn_version()
+    out, log_sum = _cudnn()._dot_product_attention_fwd_p_wrapper.bind(q, k, v, *rest, is_training=True, **settings)
+    return out, log_sum
+
+
+def cudnn_backward(q, k, v, out, log_sum, d_out, *, mask, causal: bool, window: int | None, scale: float):
+    """The gradients of a tile; `out` and `log_sum` are the result and the log of the sums over all keys."""
+    rest, settings = _cudnn_settings(q, mask, causal, window, scale)
+    return _cudnn()._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *rest, log_sum, out, d_out, **settings)[:3]
 
 
 @contextlib.contextmanager

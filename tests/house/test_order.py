@@ -15,7 +15,7 @@ ORDER = """
     proof pages
 """.split()
 ABOVE_ALL = ("recipes", "commands")  # these import from every folder
-BELOW_ALL = "cores errors files frames frozen interrupts _compat _kernels".split()  # these import from none
+BELOW_ALL = "cores errors files frames frozen interrupts _compat _splash".split()  # these import from none
 FILES = sorted(SOURCE.rglob("*.py"))
 WRITTEN = [*FILES, *(f for d in ("tests", "examples", "benchmarks") for f in sorted((ROOT / d).rglob("*.py")))]
 
@@ -104,9 +104,9 @@ def test_files_are_short():
     assert not [f"{f.relative_to(ROOT)}: {n} lines" for f in WRITTEN if (n := len(f.read_text().splitlines())) > 500]
 
 
-def test_private_names_of_jax_live_in_two_files():
-    private, known = re.compile(r"\bjax\._src\b"), {SOURCE / "_compat.py", SOURCE / "_kernels.py"}
-    assert not [f for f in FILES if f not in known and private.search(f.read_text())]
+def test_private_names_of_jax_live_in_one_file():
+    private = re.compile(r"\bjax\._src\b")
+    assert not [f for f in FILES if f != SOURCE / "_compat.py" and private.search(f.read_text())]
 
 
 def test_what_platforms_want_is_behind_one_interface():
@@ -223,5 +223,5 @@ def test_programs_are_walked_in_one_place():
     """Others that go over equations rewrite them (a sum that is scattered onto another, a kernel's result), prepare a
     program that is to be read, or run each as one device would; what reads one asks `program/reading.py`."""
     walking = {str(f.relative_to(SOURCE)) for f in FILES if re.search(r"\beqns\b", f.read_text())}
-    rewriting = {"_kernels.py", "mesh/device/view.py", "named/pipeline/onto.py", "program/trace.py"}
+    rewriting = {"_splash.py", "mesh/device/view.py", "named/pipeline/onto.py", "program/trace.py"}
     assert walking - rewriting == {"program/reading.py", "named/pipeline/pieces.py"}

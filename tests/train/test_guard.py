@@ -13,7 +13,7 @@ import pytest
 from tests.train.flips import change, flip_each, flipped
 from tests.train.small import curve, trellis
 from tests.train.toy import mesh_of, run_of, toy
-from trellis import _kernels
+from trellis import _compat
 from trellis.checkpoints.entries import entries
 from trellis.errors import UserError
 from trellis.inspect import Ledger
@@ -253,7 +253,7 @@ def test_a_step_is_lowered_for_the_order_that_its_options_ask_for(option):
         def compile(self, options):
             return self
 
-    orders, asks_now = [], _kernels._IN_ONE_ORDER.get
+    orders, asks_now = [], _compat._IN_ONE_ORDER.get
     for options in (None, {option: "False"}, {option: "True"}, {}):
         CompiledStep(Step(), options).compile({}, {})
     assert orders == [False, False, True, False] and not asks_now()

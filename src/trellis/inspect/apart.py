@@ -13,6 +13,7 @@ from trellis.program.flow import VIEWS
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import KERNELS, LOOPS
 
+PRODUCTS = ("dot_general", "scaled_matmul_wrapper", "ragged_dot", "ragged_dot_general")
 # What passes its operands on, in the same order: nothing is made for them.
 _SAME = VIEWS - {"slice"} | {"broadcast_in_dim", "pcast", "sharding_constraint"}
 # What stands between a collective and what makes or reads an array: other steps of the same way, and casts.
@@ -25,7 +26,7 @@ def is_apart(operation: Operation, kind: str = "tpu") -> bool:
     if name == "reshard":
         return not _is_view(operation)
     alone = name in KERNELS or name in LOOPS or name in COLLECTIVES or name.startswith("ragged")
-    return alone or name in {"tpu": ("gather",), "gpu": ("dot_general", "scaled_matmul_wrapper")}.get(kind, ())
+    return alone or name in {"tpu": ("gather",), "gpu": PRODUCTS}.get(kind, ())
 
 
 def copied(scan: Operation, kind: str = "tpu") -> Iterator[tuple[Value, Operation]]:

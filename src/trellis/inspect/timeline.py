@@ -211,9 +211,8 @@ class _Walk:
             ended += self.drop(part)
         if not self.as_read:  # or, on GPUs, that of an operand of a link of its chain
             replaces |= any(other.buffer.num_bytes == size for other in ended)
-        if not replaces and total + size > self.peak:
-            self.peak, self.where = total + size, operation.source
-            self.at_peak = tuple(other.buffer for other in (*self.live.values(), *ended, held))
+        if not replaces:
+            self.mark(total - self.total + size, (*(other.buffer for other in ended), held.buffer), operation.source)
         self.add(held)
 
     def keep_results(self, donated: list[bool]) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from trellis.inspect.apart import copied
+from trellis.inspect.apart import PRODUCTS, copied
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import ENTER, KERNELS, LEAVE
@@ -43,7 +43,6 @@ FREE = {
 _SPREADS = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "pcast", "pvary", ENTER, LEAVE}
 # Operations that write a part of their first operand, and which operand they write there.
 UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
-PRODUCTS = ("dot_general", "scaled_matmul_wrapper", "ragged_dot", "ragged_dot_general")
 # How much longer copies between what a loop keeps and one turn's take than streamed bytes: by libtpu's schedules, and
 # on an H200, where a step of Llama 1B with layers in a loop took 42 ms more than without for copies of 26 ms
 # (benchmarks/results/accelerator_h200.txt).

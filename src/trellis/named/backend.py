@@ -20,6 +20,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from trellis._compat import refuses_copies
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
+from trellis.mesh.manual.take import is_narrow
 from trellis.mesh.platform import device_kind_of, longest_written_out, platform_of
 from trellis.named.tuned import tuned
 from trellis.notation import spec_of
@@ -159,11 +160,6 @@ def rounded_once(fn: Callable) -> Callable:
         return jax.tree.map(lambda result: result.astype(jnp.bfloat16), results)
 
     return rounded
-
-
-def is_narrow(a) -> bool:
-    """Whether an array is of floats with 16 bits, in which a long sum ends before its end."""
-    return a.dtype in (jnp.bfloat16, jnp.float16)
 
 
 def sums_wide(a, shape: tuple[int, ...]) -> bool:

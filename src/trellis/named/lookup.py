@@ -7,7 +7,7 @@ from trellis._compat import refuses_copies
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
-from trellis.mesh.manual.take import aligned_rows, rows_here, rows_of, summed_wide
+from trellis.mesh.manual.take import aligned_rows, rows_here, rows_of
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
@@ -128,11 +128,8 @@ class _Plan:
             axis = self.names.index(self.looked_up[0])
             if where is None:
                 return rows_of(table, ids[0], axis)
-            at, out = (slice(None),) * axis, sharding_on(table, spec_of([where.get(n, ()) for n in self.out]))
-            if not any(where.values()):
-                return rows_of(table, ids[0], axis, out)
-            rows = lambda t, i: t.at[(*at, i)].get(mode="fill", fill_value=0, out_sharding=out)
-            return summed_wide(rows, table, ids[0])
+            out = sharding_on(table, spec_of([where.get(n, ()) for n in self.out]))
+            return rows_of(table, ids[0], axis, out, whole=not any(where.values()))
         free = [n for n in self.names if n not in (*self.aligned, *self.looked_up)]
         inner = None if where is None else spec_of([where.get(n, ()) for n in (*self.own, *free)])
         words = self.names, self.id_names, self.out

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis._compat import is_tracer
-from trellis.named import backend
+from trellis.mesh.manual.take import is_narrow
 from trellis.named.arguments import count_of, mapping_of, names_of
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, NamesError, name_of
@@ -165,7 +165,7 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
     x = whole(x, tuple(along), "pad")
     fill = jnp.asarray(value, x.dtype)
     # The gradient of a fill is the sum of all, less the sum of what was there: too much for 16 bits.
-    wide = jnp.float32 if is_tracer(value) and backend.is_narrow(fill) else x.dtype
+    wide = jnp.float32 if is_tracer(value) and is_narrow(fill) else x.dtype
     width = [(*along.get(n, (0, 0)), 0) for n in x.names]
     out = jax.lax.pad(x.array.astype(wide), fill.astype(wide), width).astype(x.dtype)
     padded = x.with_array(out)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.layout import POSITIONS, current_layout, is_dealt
-from trellis.named import backend
+from trellis.mesh.manual.take import is_narrow
 from trellis.named.along import apply_along
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Axes, Axis, Name, NamesError, axes_of, name_of
@@ -213,8 +213,7 @@ def _number(value, word: str, what: str):
 
 def _in_float32(value):
     """A probability of 16 bits as float32: JAX draws in its type, in which a 1,000th would be met 8 times as often."""
-    narrow = not isinstance(value, int | float) and backend.is_narrow(value)
-    return value.astype(jnp.float32) if narrow else value
+    return value.astype(jnp.float32) if is_narrow(value) else value
 
 
 def plain_key(key, what: str):
@@ -244,7 +243,7 @@ def categorical(key, logits: NamedArray, over: Name) -> NamedArray:
     logits = operand(logits, "random.categorical", copies=False)
     logits.index(over)
     # In bfloat16 sums near the largest would often be equal, and the first of equal ones is taken.
-    wide = logits.astype(jnp.float32) if backend.is_narrow(logits) else logits
+    wide = logits.astype(jnp.float32) if is_narrow(logits) else logits
     return argmax(wide + gumbel(key, logits.axes).astype(wide.dtype), over)
 
 
@@ -338,5 +337,5 @@ def dropout(key, x: NamedArray, rate: float) -> NamedArray:
         )
     kept = 1.0 - _in_float32(rate)
     keep = bernoulli(key, x.axes, kept)
-    kept = kept.astype(x.dtype) if hasattr(rate, "dtype") and backend.is_narrow(rate) else kept
+    kept = kept.astype(x.dtype) if is_narrow(rate) else kept
     return where(keep, divide(x, kept), jnp.zeros((), x.dtype))

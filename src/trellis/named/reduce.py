@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trellis.mesh.manual.ops import mark_pending
+from trellis.mesh.manual.take import is_narrow
 from trellis.named import backend
 from trellis.named.arguments import dtypes_of_jax, ordered, slices_of_jax
 from trellis.named.array import NamedArray
@@ -132,7 +133,7 @@ def sum(x, over: Names | None = None, *, where: NamedArray | None = None, dtype=
         return without(x, mark_pending(array, sliced) if sliced else array, gone)
     if state.pending:
         dtype = x.dtype if dtype is None else jnp.dtype(dtype)
-        wide = x.array.astype(jnp.float32 if backend.is_narrow(x) and x.dtype == dtype else dtype)
+        wide = x.array.astype(jnp.float32 if is_narrow(x) and x.dtype == dtype else dtype)
         return without(x, jax.lax.reduce_sum(wide, tuple(x.index(n) for n in gone)).astype(dtype), gone)
     return reduction(jnp.sum, x, gone, where=where, dtype=dtype)
 

@@ -6,6 +6,7 @@ from jax.sharding import PartitionSpec
 
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
+from trellis.mesh.manual.take import is_narrow
 from trellis.mesh.reshard import place
 from trellis.named import backend
 from trellis.named.array import NamedArray
@@ -223,7 +224,7 @@ class _Update:
         id_turn = [self.id_names.index(n) for n in (*self.aligned, *self.own)]
         cut = [len(range(v.start, v.stop, v.step)) if (v := self.slices.get(n)) else None for n in self.free]
         # In 16 bits a place that is met often would no longer change: its updates are made in float32.
-        wide = jnp.float32 if count and method in _GATHERING and backend.is_narrow(x) else x.dtype
+        wide = jnp.float32 if count and method in _GATHERING and is_narrow(x) else x.dtype
 
         def program(array, *rest):
             ids, given = rest[:count], [new.astype(wide) for new in rest[count:]]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trellis.mesh.manual.take import is_narrow
 from trellis.named import is_named
 from trellis.named.rounding import at_random, drawn_for
 from trellis.nn.parameters import Parameter, parameters
@@ -37,7 +38,7 @@ def updated(params: Any, updates: Any, key: jax.Array | None = None) -> Any:
 
 def in_float32(tree: Any) -> Any:
     """Gradients, an optimizer's state or parameters for a rule: bfloat16 and float16 arrays as float32."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if _is_half(x) else x, tree)
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_narrow(x) else x, tree)
 
 
 def kept_like(kept: Any, before: Any, key: jax.Array) -> Any:
@@ -53,7 +54,7 @@ def kept_like(kept: Any, before: Any, key: jax.Array) -> Any:
     """
 
     def leaf(path: Any, x: Any, was: Any) -> Any:
-        return _rounded(x, was.dtype, key, f"optimizer{jax.tree_util.keystr(path)}") if _is_half(was) else x
+        return _rounded(x, was.dtype, key, f"optimizer{jax.tree_util.keystr(path)}") if is_narrow(was) else x
 
     return jax.tree_util.tree_map_with_path(leaf, kept, before)
 
@@ -75,15 +76,11 @@ def moved(params: Any, move: Callable[[Any], Any], key: jax.Array) -> Any:
     def leaf(was: Any, wide: Any, path: Any, new: Any) -> Any:
         if new is wide:
             return was
-        return _rounded(new, was.dtype, key, f"moved{jax.tree_util.keystr(path)}") if _is_half(was) else new
+        return _rounded(new, was.dtype, key, f"moved{jax.tree_util.keystr(path)}") if is_narrow(was) else new
 
     kept = jax.tree.leaves(params)
     leaves = [leaf(was, x, *each) for was, x, each in zip(kept, before, after, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
-
-
-def _is_half(x: Any) -> bool:
-    return getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
 
 
 def _rounded(wide: jax.Array, dtype: Any, key: jax.Array, path: str) -> jax.Array:

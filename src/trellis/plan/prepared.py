@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from trellis._kernels import cudnn_assumed
+from trellis._compat import cudnn_assumed
 from trellis.hardware.chips import Target
 from trellis.mesh import Layout
 from trellis.plan.links import check_tiles

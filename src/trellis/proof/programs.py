@@ -12,8 +12,7 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from trellis._compat import full_text
-from trellis._kernels import cudnn_assumed
+from trellis._compat import cudnn_assumed, full_text
 from trellis.errors import UserError
 from trellis.hardware.chips import target
 from trellis.inspect import Ledger

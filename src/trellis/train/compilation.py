@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from trellis._kernels import sums_in_one_order
+from trellis._compat import sums_in_one_order
 from trellis.errors import UserError
 from trellis.files import cache_folder
 from trellis.inspect.meeting import in_order, keep_what_loads_right
@@ -105,7 +105,7 @@ def asks_for_one_order(options: Mapping[str, str]) -> bool:
     >>> asks_for_one_order({"xla_gpu_exclude_nondeterministic_ops": "True"}), asks_for_one_order({})
     (True, False)
     """
-    return any(options.get(name, "").lower() in ("true", "1") for name in ONE_ORDER)
+    return any(options.get(name, "").lower() == "true" for name in ONE_ORDER)
 
 
 @contextlib.contextmanager

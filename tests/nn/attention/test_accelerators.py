@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trellis._kernels import cudnn_assumed, sums_in_one_order
+from trellis._compat import cudnn_assumed, sums_in_one_order
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.mesh.meshes import make_mesh

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.nn.attention.test_sliced import KEY, QUERY
-from trellis._kernels import cudnn_assumed
+from trellis._compat import cudnn_assumed
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.mesh import Layout, make_mesh

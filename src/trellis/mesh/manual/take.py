@@ -1,6 +1,7 @@
 """Lookups in the notation, of plain arrays: `take("vocab/m embed, batch/d -> batch/d embed +m", table, ids)`."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +178,11 @@ def aligned_rows(table, ids, looked_up: Names, words: tuple[Names, Names, Names]
     return jnp.transpose(summed_wide(at, table, *ids), [made.index(n) for n in out])
 
 
+def is_narrow(x: Any) -> bool:
+    """Whether something is an array of floats with 16 bits, in which a long sum ends before its end."""
+    return getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
+
+
 def summed_wide(lookup, table, *ids):
     """A lookup, whose gradient is summed in float32 if the table's type is narrower.
 
@@ -187,7 +193,7 @@ def summed_wide(lookup, table, *ids):
         table: any array.
         ids: arrays.
     """
-    if table.dtype not in (jnp.bfloat16, jnp.float16):
+    if not is_narrow(table):
         return lookup(table, *ids)
     like = jax.typeof(table)
 
@@ -212,7 +218,7 @@ def from_start(ids, size: int):
     return jnp.where((ids < 0) | (ids >= size), size, ids)
 
 
-def rows_of(table, ids, axis: int, sharding=None):
+def rows_of(table, ids, axis: int, sharding=None, *, whole: bool = True):
     """The rows at positions, zeros for those out of range, from what one device has.
 
     Their gradient is summed in one order also where scattered rows are added as they come (see `row_sums`).
@@ -221,22 +227,23 @@ def rows_of(table, ids, axis: int, sharding=None):
         table: any array.
         ids: whole numbers.
         axis: the dimension looked up.
-        sharding: of the rows, where JAX asks for it: whole on every device.
+        sharding: of the rows, where JAX asks for it.
+        whole: whether this device has all that it looks up. If not, the compiler adds up the gradient.
     """
+    before = (slice(None),) * axis
     if sharding is None:
         at = lambda table, ids: jnp.take(table, ids, axis=axis, mode="fill", fill_value=0)
     else:
         at = lambda table, ids: table.at[(*before, ids)].get(mode="fill", fill_value=0, out_sharding=sharding)
-    before = (slice(None),) * axis
     real = jnp.issubdtype(table.dtype, jnp.floating)
-    if not (adds_in_any_order(table) and real and ids.size > 1 and table.size):
+    if not (whole and adds_in_any_order(table) and real and ids.size > 1 and table.size):
         return summed_wide(at, table, _wide(ids))
     table = vary(table, varying_axes(ids))
-    like, placed = jax.typeof(table), sharding is not None
-    return _in_order(at, axis, like, placed=placed)(from_start(ids, table.shape[axis]), table)
+    in_order = _in_order(at, axis, jax.typeof(table), placed=sharding is not None)
+    return in_order(from_start(ids, table.shape[axis]), table)
 
 
-def _in_order(at, axis: int, like, *, placed: bool = False):
+def _in_order(at, axis: int, like, *, placed: bool):
     """A lookup in a table of a type, whose gradient is summed by `row_sums`, and placed as the table is if asked."""
 
     def back(ids, gradient):
@@ -256,7 +263,7 @@ def _in_order(at, axis: int, like, *, placed: bool = False):
         pull = jax.vmap(back, in_axes=(of_ids, 0), out_axes=of_table)
         return linear(lambda ids, table: over(table, ids), pull)(ids, table)
 
-    again = linear(back, lambda ids, gradient: at(gradient.astype(like.dtype), ids), mapped=None)
+    again = linear(back, lambda ids, gradient: at(gradient.astype(like.dtype), ids))
     return linear(lambda ids, table: at(table, ids), again, mapped=mapped)
 
 

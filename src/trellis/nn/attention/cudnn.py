@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from trellis._kernels import cudnn_backward, cudnn_forward
+from trellis._compat import cudnn_backward, cudnn_forward
 from trellis.nn.attention.pattern import Pattern, same_document
 from trellis.nn.attention.sliced.tile import Ids, Tile
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from trellis._kernels import SplashTable, splash_backward, splash_forward, splash_table
+from trellis._splash import SplashTable, splash_backward, splash_forward, splash_table
 from trellis.nn.attention.further import FurtherTiles
 from trellis.nn.attention.mosaic import LANES, block_of
 from trellis.nn.attention.sliced.tile import Ids, Tile
