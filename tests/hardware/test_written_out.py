@@ -42,9 +42,9 @@ def gradient_on(hardware: str, layers: int = 4, count: int = 1, **how) -> str:
 
 @pytest.mark.parametrize(
     ("hardware", "layers", "count", "loops"),
-    [("1xH100", 4, 1, 0), ("1xH100", 65, 1, 2), ("8xH100", 4, 2, 2), ("v5e:2x2", 4, 1, 2)],
+    [("1xH100", 4, 1, 0), ("1xH100", 65, 1, 2), ("8xH100", 4, 2, 0), ("8xH100", 17, 2, 2), ("v5e:2x2", 4, 1, 2)],
 )
-def test_layers_are_written_out_on_a_gpu_that_is_alone(hardware, layers, count, loops):
+def test_layers_are_written_out_on_gpus(hardware, layers, count, loops):
     assert gradient_on(hardware, layers, count).count("scan[") == loops
 
 

@@ -18,7 +18,7 @@ from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied, States
 from trellis.program.said import parts_said, share_sent, turns_said
-from trellis.program.scopes import names_behind, names_of
+from trellis.program.scopes import names_behind, names_of, turns_written_out
 
 
 def ledger(fn: Callable, *args, **kwargs) -> Ledger:
@@ -138,6 +138,7 @@ class _Rows:
             reduction=_REDUCTIONS.get(operation.name, "sum"),
             same=self.repeats[operation],
             constant=self.constants.issuperset(operation.results),
+            turns=turns_written_out(operation.scope),
             number=operation.number,
             made=made_at(operation),
             read=read_at(operation),

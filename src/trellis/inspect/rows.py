@@ -40,6 +40,7 @@ class Row:
         same: in how many of its runs it moves the same array, which a compiler may move once for all of them: turns of
             loops that do not change it.
         twin: whether, in manual mode, an earlier one moves the same array in the same way: a compiler may do only one.
+        turns: in how many turns of loops that are written out it has its like, each a row.
         constant: whether no argument has a part in what it moves: a compiler may know what becomes of it.
         number, made, read: the numbers of its operation, of that which makes what it moves, and of the first that reads
             what comes.
@@ -64,6 +65,7 @@ class Row:
     same: int = 1
     twin: bool = False
     constant: bool = False
+    turns: int = dataclasses.field(default=1, compare=False, repr=False)
     number: int = dataclasses.field(default=-1, compare=False, repr=False)
     made: int = dataclasses.field(default=-1, compare=False, repr=False)
     read: int = dataclasses.field(default=-1, compare=False, repr=False)

@@ -19,6 +19,8 @@ from trellis.program.flow import of_parameters
 FRAGMENTATION = 0.02
 # The vector memory of a TPU, where a loop's small buffers go.
 VECTOR_MEMORY = 128 * 2**20
+# What belongs to the backward pass.
+_BACKWARD = ("recomputed", "backward")
 # Operations that read what is one step from memory as they go, and need no copy of it.
 _READ_THROUGH = ("dot_general", "gather", "reshard", "scatter-add")
 
@@ -53,13 +55,15 @@ class _Held:
         pinned: whether it stays to the end.
         uses: by how many values and chains it is kept alive.
         lazy: whether its reader makes it, although it would usually be written.
+        value: for a chain, what it is.
         around: whether it is a loop's carry, seen from inside: its memory is counted outside the loop.
     """
 
-    __slots__ = ("buffer", "made_of", "uses", "pinned", "lazy", "around")
+    __slots__ = ("buffer", "made_of", "uses", "pinned", "lazy", "around", "value")
 
     def __init__(self, buffer: _Room | None, made_of: "tuple[_Held, ...]" = (), pinned: bool = False):
         self.buffer, self.made_of, self.pinned, self.uses, self.lazy = buffer, made_of, pinned, 0, False
+        self.value: Value | None = None
         self.around = False
 
     def leaves(self) -> "list[_Held]":
@@ -72,6 +76,18 @@ class _Held:
                 found.append(part)
                 todo += part.made_of
         return found
+
+    def multiplied(self) -> bool:
+        """Whether a product is a link of the chain, which nothing makes as it reads it."""
+        return any(part.lazy and part.buffer is None for part in (self, *self.leaves()))
+
+    def better_written(self) -> bool:
+        """Whether a link of a chain that something else reads later is written: products are not made twice, and it may
+        be smaller than what it alone keeps alive."""
+        if self.buffer is not None or self.pinned or not self.uses or self.value is None:
+            return False
+        alone = [part.buffer.num_bytes for part in self.leaves() if part.buffer and part.uses == 1 and not part.pinned]
+        return self.lazy or sum(alone) > self.value.device_bytes
 
     @property
     def fused(self) -> bool:
@@ -122,7 +138,11 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
     host = walk.host + sum(value.num_bytes for value in program.inputs if value.on_host)
     lost = int(FRAGMENTATION * (walk.peak - arguments)) + walk.lost_to_loops()
     between = Buffer(kind="fragmentation", name="between buffers", what="", num_bytes=lost)
-    buffers, kept = ([room.buffer(program) for room in rooms if room.num_bytes] for rooms in (walk.at_peak, walk.kept))
+    kinds = lambda room: "activations" if room in walk.kept and room.kind == "temporaries" else room.kind
+    described = lambda rooms: [
+        dataclasses.replace(room, kind=kinds(room)).buffer(program) for room in rooms if room.num_bytes
+    ]
+    buffers, kept = described(walk.at_peak), described(walk.kept)
     ordered = lambda buffers: tuple(sorted(buffers, key=lambda buffer: -buffer.num_bytes))
     return HighestPoint(ordered([*buffers, *[between] * bool(lost)]), walk.where, ordered(kept), host)
 
@@ -139,7 +159,8 @@ class _Walk:
         self.live: dict[int, _Held] = {}
         self.total = 0
         self.peak, self.at_peak, self.where = 0, (), ""
-        self.kept: list[_Room] = []  # what the forward pass keeps for the backward pass
+        self.kept: dict[_Room, None] = {}  # what the forward pass keeps for the backward pass, in order
+        self.forward = False  # whether something of the forward pass came after the last of the backward pass
         self.host = 0  # bytes of the host's memory that its results, and those of the loops in it, take
         self.lazy = fusion.fused_results(body)
         self.last = _last_uses(body)
@@ -187,20 +208,25 @@ class _Walk:
     def room(self, operation: Operation, value: Value) -> _Room:
         """The memory of a value that an operation makes or reads."""
         made = value.maker.direction if value.maker is not None else ""
-        kept = made == "forward" and fusion.read_in(value, ("recomputed", "backward"))
         given = made == "backward" and (self.top and value in self.body.results or fusion.read_in(value, ("update",)))
-        kind = "gathered weights" if value in self.weights else "activations" if kept else "temporaries"
+        kind = "gathered weights" if value in self.weights else "temporaries"
         if kind == "temporaries" and (value.state.pending or given):
             kind = "gradients"
-        room = _Room(kind, fusion.stored_bytes(operation, value), value, operation)
-        self.kept += [room] * kept
-        return room
+        return _Room(kind, fusion.stored_bytes(operation, value), value, operation)
+
+    def turn_back(self) -> None:
+        """The backward pass begins, or goes on: what the forward pass made and it reads is there."""
+        for value, held in self.values.items():
+            if value.maker is None or value.maker.direction != "forward" or not fusion.read_in(value, _BACKWARD):
+                continue
+            self.kept |= dict.fromkeys(part.buffer for part in (held, *held.leaves()) if part.buffer and not part.pinned)
 
     def realize(self, operation: Operation, value: Value) -> None:
         """A fused chain's value comes into being; what it was made of is released."""
         held = self.of(value)
         if not held.fused:
             return
+        links = held.leaves()
         parts, held.made_of = held.made_of, ()
         held.buffer = self.room(operation, value)
         size, total, ended = held.buffer.num_bytes, self.total, []
@@ -214,6 +240,17 @@ class _Walk:
         if not replaces:
             self.mark(total - self.total + size, (*(other.buffer for other in ended), held.buffer), operation.source)
         self.add(held)
+        for link in links:
+            if link.better_written():
+                self.write(operation, link)
+
+    def write(self, operation: Operation, link: _Held) -> None:
+        """A link of a chain comes into being on the way, and what it was made of is released."""
+        link.buffer, parts, link.made_of = self.room(operation, link.value), link.made_of, ()
+        for part in parts:
+            part.uses -= 1
+            self.drop(part)
+        self.add(link)
 
     def keep_results(self, donated: list[bool]) -> None:
         """Results that no operation wrote take a donated argument's memory of their size, or some of their own."""
@@ -239,6 +276,9 @@ class _Walk:
                     self.drop(held)
 
     def operation(self, operation: Operation) -> None:
+        if self.forward and operation.direction in _BACKWARD:
+            self.turn_back()
+        self.forward = operation.direction == "forward" or self.forward and operation.direction not in _BACKWARD
         lazy = operation in self.lazy
         if lazy and not self.as_read:  # what adds to the product is fused with it, not what it multiplies
             self.read(operation)
@@ -287,7 +327,7 @@ class _Walk:
             held = self.values[value] = _Held(None, tuple(dict.fromkeys(operands)))
             for part in held.made_of:
                 part.uses += 1
-            held.uses, held.lazy = 1, lazy
+            held.uses, held.lazy, held.value = 1, lazy, value
 
     def read_as_made(self, operation: Operation, value: Value) -> bool:
         """Whether an operation reads a chain without its value in memory."""
@@ -301,9 +341,9 @@ class _Walk:
         if operation.is_loop and sum(sizes) * 8 <= value.num_bytes:
             return True
         # If something twice as large exists, a product makes what it reads from that as it reads it, such as the
-        # bfloat16 gradients of float32 logits. Libraries' kernels for GPUs read weights in their own type from memory.
-        as_read = name == "dot_general" and (self.as_read or value not in self.weights)
-        if as_read and any(size >= 2 * value.num_bytes for size in sizes):
+        # bfloat16 gradients of float32 logits. Kernels for GPUs read them in their own type from memory.
+        wide = any(size >= 2 * value.num_bytes for size in sizes)
+        if wide and self.as_read and name == "dot_general" and not held.multiplied():
             return True
         return fusion.reduces(operation)
 
@@ -327,7 +367,7 @@ class _Walk:
             inner.of(value).around = True
         inner.run()
         self.host += inner.host
-        self.kept += inner.kept
+        self.kept |= inner.kept
         where, around = inner.where or operation.source, {held.buffer for held in self.live.values()}
         if self.held:
             moved = _Room("gathered weights", inner.moved, None, operation)

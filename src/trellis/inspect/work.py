@@ -26,6 +26,7 @@ from trellis.program.said import (
     turns_said,
     work_said,
 )
+from trellis.program.scopes import turns_written_out
 from trellis.program.sizes import window_pairs
 
 # Vector operations an element costs, relative to an addition (polynomials and Newton steps in float32).
@@ -79,6 +80,7 @@ class Piece:
         whole: for attention, whether a kernel's queries see all of its keys.
         looped: whether it is in a loop that holds one pass, such as one over layers; layers may be unrolled instead,
             and a loop over microbatches holds both passes.
+        turns: in how many turns of loops that are written out the same is done, each a piece.
     """
 
     kind: str
@@ -97,6 +99,7 @@ class Piece:
     alone: Alone = ""
     whole: bool = False
     looped: bool = False
+    turns: int = 1
 
 
 def work(program: Program, load: float = 1.0, kind: str = "") -> list[Piece]:
@@ -171,6 +174,7 @@ def _piece(operation: Operation, kind: str, what: str, **counted) -> Piece:
         source=operation.source,
         what=what,
         label=operation.label,
+        turns=turns_written_out(operation.scope),
         **{"flops": 0.0, "vector": 0.0, "number": operation.number} | counted,
     )
 

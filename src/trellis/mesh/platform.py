@@ -92,7 +92,7 @@ def _device(x: jax.Array) -> Any:
 # and out of it, and each layer's parameters out of theirs. On an H200 these copies took 18 % of a step of 1B parameters
 # that keeps everything, and 6 % of one that keeps what it must (benchmarks/results/accelerator_h200.txt). A compiler
 # takes a second or two for each layer.
-_WRITTEN_OUT = {"cpu": 16, "cuda": 64}
+_WRITTEN_OUT = {"cpu": (16, 16), "cuda": (64, 16)}  # on one device, and on several
 
 
 def longest_written_out(x: Any) -> int:
@@ -111,9 +111,10 @@ def longest_written_out(x: Any) -> int:
     if not leaves:
         return 0
     mesh, platform = jax.typeof(leaves[0]).sharding.mesh, platform_of(leaves[0])
-    if not mesh.empty and (rehearses(mesh) if platform == "cpu" else mesh.size > 1):
+    several = not mesh.empty and mesh.size > 1
+    if several and platform == "cpu" and rehearses(mesh):
         return 0
-    return _WRITTEN_OUT.get(platform, 0)
+    return _WRITTEN_OUT.get(platform, (0, 0))[several]
 
 
 def rehearses(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:

@@ -6,7 +6,7 @@ Each keeps names, sizes and sharding, moves nothing, and refuses partial sums. P
 import jax
 
 from trellis.named.array import NamedArray
-from trellis.named.backend import rounded_once
+from trellis.named.backend import keeps_operand, rounded_once
 from trellis.named.elementwise import by_name
 
 
@@ -157,7 +157,7 @@ def mish(x) -> NamedArray:
     Gradient: elementwise; nothing moves.
     Moves: nothing.
     """
-    return by_name(rounded_once(jax.nn.mish), x)
+    return by_name(_mish, x, name="mish")
 
 
 def gelu(x, approximate: bool = True) -> NamedArray:
@@ -170,7 +170,7 @@ def gelu(x, approximate: bool = True) -> NamedArray:
     Args:
         approximate: by a tanh, as GPT-2 does; else by the error function.
     """
-    return by_name(rounded_once(lambda a: jax.nn.gelu(a, approximate=approximate)), x, name="gelu")
+    return by_name(_gelu_by_tanh if approximate else _gelu, x, name="gelu")
 
 
 def leaky_relu(x, negative_slope: float = 0.01) -> NamedArray:
@@ -191,3 +191,8 @@ def squareplus(x, b: float = 4.0) -> NamedArray:
     Moves: nothing.
     """
     return by_name(rounded_once(lambda a: jax.nn.squareplus(a, b)), x, name="squareplus")
+
+
+_mish = rounded_once(keeps_operand(jax.nn.mish))
+_gelu = rounded_once(keeps_operand(lambda a: jax.nn.gelu(a, approximate=False)))
+_gelu_by_tanh = rounded_once(keeps_operand(lambda a: jax.nn.gelu(a, approximate=True)))

@@ -162,6 +162,17 @@ def rounded_once(fn: Callable) -> Callable:
     return rounded
 
 
+def keeps_operand(fn: Callable) -> Callable:
+    """A function of which a GPU's program keeps the operand for the backward pass, and nothing made on the way.
+
+    XLA for GPUs writes what a GELU or a Mish makes on the way, in some programs in float32, and reads it in the
+    backward pass: as much again as is kept of a GPT-2's feed-forward block, or twice that. It makes what other
+    activations need again by itself.
+    """
+    again = jax.checkpoint(fn)
+    return functools.wraps(fn)(lambda a: (again if platform_of(a) == "cuda" else fn)(a))
+
+
 def sums_wide(a, shape: tuple[int, ...]) -> bool:
     """Whether the gradient of `a`, broadcast to this shape, is better summed in float32: 16 bits on a CPU.
 

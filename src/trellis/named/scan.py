@@ -19,6 +19,7 @@ from trellis.named.placing import whole
 from trellis.named.saving import Keep, checkpoint, nothing
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, sharding_on, state_of
+from trellis.program.scopes import turn
 
 
 def scan(
@@ -140,7 +141,8 @@ def _written_out(one, carry, moving, length: int, reverse: bool, own: tuple = ()
     parts = [positions(x, 0) for x in leaves]
     ys = {}
     for i in reversed(range(length)) if reverse else range(length):
-        carry, ys[i] = one(carry, jax.tree.unflatten(structure, [part[i] for part in parts]), *own[i : i + 1])
+        with turn(i, length):
+            carry, ys[i] = one(carry, jax.tree.unflatten(structure, [part[i] for part in parts]), *own[i : i + 1])
     return carry, jax.tree.map(lambda *y: jnp.stack(y), *(ys[i] for i in range(length)))
 
 

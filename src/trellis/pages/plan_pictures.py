@@ -159,20 +159,20 @@ def memory_picture(plan: Plan, compiled: int | None) -> Markup:
 
 def timeline_picture(plan: Plan) -> Markup:
     """One layer, forward and backward: what is computed, and what moves beside it or alone."""
-    depth = _depth(plan)
-    passes = {"forward": ("forward",), "backward": ("recomputed", "backward")}
-    widest = max((_pass_seconds(plan, where, depth) for where in passes.values()), default=0.0)
-    if not depth or not widest:
+    depth, layer = _layer_lines(plan)
+    of_pass = lambda *where: [line for line in layer if line.where in where]
+    passes = {"forward": of_pass("forward"), "backward": of_pass("recomputed", "backward")}
+    widest = max(sum(line.seconds - line.hidden for line in lines) for lines in passes.values()) / max(depth, 1)
+    if not widest:
         words = "this step has no repeated layers to draw"
         return svg.picture(760, 40, [_text(10, 24, words)], "no layers")
     parts, y, left, width = [], 10.0, 100.0, 660
     scale = width / widest / depth
-    for name, where in passes.items():
+    for name, lines in passes.items():
         parts.append(_text(left - 10, y + 22, name, anchor="end", size=13))
         parts.append(_quiet(left - 10, y + 54, "moves", anchor="end", size=11))
-        lines = [line for line in plan.times.lines if line.where in where and line.times]
-        moves = [line for line in lines if line.moves and line.times % depth == 0]
-        work = sorted((line for line in lines if not line.moves and line.times == depth), key=lambda line: line.order)
+        moves = [line for line in lines if line.moves]
+        work = sorted((line for line in lines if not line.moves), key=lambda line: line.order)
         alone: dict[str, list[Line]] = {}
         for move in moves:
             if move.seconds - move.hidden > 0.02 * move.seconds:
@@ -233,21 +233,17 @@ def _moved(move: Line) -> str:
     return f"{move.kind}{over}, {move.label}"
 
 
-def _depth(plan: Plan) -> int:
-    """How often a layer runs: the loop length with most of the products' time."""
-    sums: dict[int, float] = {}
+def _layer_lines(plan: Plan) -> tuple[int, list[Line]]:
+    """How often a layer runs, and the lines of one: of the loop with most of the products' time."""
+    sums: dict[tuple[int, bool], float] = {}
     for line in plan.times.lines:
         if line.kind in ("product", "grouped") and line.times > 1:
-            sums[line.times] = sums.get(line.times, 0.0) + line.seconds
-    return max(sums, key=lambda times: sums[times], default=0)
-
-
-def _pass_seconds(plan: Plan, where: tuple[str, ...], depth: int) -> float:
-    """The seconds of one layer's pass."""
-    if not depth:
-        return 0.0
-    lines = [line for line in plan.times.lines if line.where in where and line.times and line.times % depth == 0]
-    return sum((line.seconds - line.hidden) / depth for line in lines if line.moves or line.times == depth)
+            loop = line.times, line.turns > 1
+            sums[loop] = sums.get(loop, 0.0) + line.seconds
+    depth, written_out = max(sums, key=lambda loop: sums[loop], default=(0, False))
+    of_layer = lambda line: line.times % depth == 0 if line.moves else line.times == depth
+    lines = [line for line in plan.times.lines if line.times and (line.turns > 1) == written_out]
+    return depth, [line for line in lines if of_layer(line)] if depth else []
 
 
 def _frame(left: float, top: float, width: float, height: float) -> Markup:

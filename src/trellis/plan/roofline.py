@@ -53,7 +53,9 @@ class Line:
             axes.
         flops: FLOPs in a step, on one device.
         num_bytes: bytes in a step, on one device, through memory or over links.
-        times: how often it runs.
+        times: how often it runs, or, if it is several of a kind, what runs most often; in a loop that is written out as
+            often as there are turns.
+        turns: in how many of these it is one turn's of a loop that is written out.
         formula: how the seconds are calculated, with numbers.
         source: `file.py:line (function)`.
         axes: mesh axes of a collective.
@@ -74,6 +76,7 @@ class Line:
     role: str = ""
     hidden: float = 0.0
     order: int = 0
+    turns: int = 1
     rate: float = 0.0
 
     @property
@@ -223,7 +226,8 @@ def work_line(piece: Piece, chip: Chip) -> Line:
         bound=bound,
         flops=piece.flops * piece.times,
         num_bytes=piece.num_bytes * piece.times,
-        times=piece.times,
+        times=piece.times * piece.turns,
+        turns=piece.turns,
         formula=f"{piece.times} x {formula}   {piece.what}",
         source=piece.source,
         order=piece.number,
@@ -245,7 +249,8 @@ def collective_line(row: Row, links: Links) -> Line:
         bound=f"links of {row.axis}",
         flops=0.0,
         num_bytes=float(wire) * row.times,
-        times=row.times,
+        times=row.times * row.turns,
+        turns=row.turns,
         formula=f"{row.times} x {wire:.3g} B / {rate:.3g} B/s over {row.axis}{note}",
         source=row.source,
         axes=row.axes,
@@ -284,7 +289,7 @@ def times(
     free = room.copy()  # for copies to and from the host, which run at the same time as what moves between devices
     moves = collective_lines(ledger, links)
     in_turns = _hidden_in_turns(each_line, moves, covers, loops)
-    lines = list(computed)
+    moved = []
     for row, line in sorted(moves, key=lambda pair: (not pair[0].ring, -pair[1].seconds)):
         role, where = row.role, _pass(line)
         hidden = 0.0
@@ -298,19 +303,19 @@ def times(
         elif row.parts > 1 and chip.kind == "gpu":  # one part's exchange has nothing left beside it
             hidden = min(line.seconds * (1 - 1 / row.parts), room[where])
         room[where] -= hidden
-        lines.append(dataclasses.replace(line, hidden=hidden))
+        moved.append(dataclasses.replace(line, hidden=hidden))
     for line in copies:
         hidden = min(line.seconds, free[_pass(line)])
         free[_pass(line)] -= hidden
-        lines.append(dataclasses.replace(line, hidden=hidden))
+        moved.append(dataclasses.replace(line, hidden=hidden))
     computation = sum(line.seconds for line in computed)
-    moved = sum(line.seconds for line in (*copies, *(line for _, line in moves)))
-    hidden = sum(line.hidden for line in lines)
+    hidden = sum(line.hidden for line in moved)
+    exposed = sum(line.seconds for line in moved) - hidden
     return Times(
-        lines=tuple(sorted(lines, key=lambda line: -line.seconds)),
-        seconds=computation + moved - hidden,
+        lines=tuple(sorted((*computed, *_merged(moved)), key=lambda line: -line.seconds)),
+        seconds=computation + exposed,
         computation=computation,
-        exposed=moved - hidden,
+        exposed=exposed,
         hidden=hidden,
         flops=sum(line.flops for line in computed),
     )
@@ -361,20 +366,23 @@ def collective_lines(ledger: Ledger, links: Links) -> list[tuple[Row, Line]]:
 
 
 def _merged(lines: list[Line]) -> list[Line]:
-    """Lines of the same kind, label, pass, source and bound, added up."""
+    """Lines of the same kind, label, pass, source, bound and role, added up."""
     groups: dict[tuple, list[Line]] = collections.defaultdict(list)
     for line in lines:
-        groups[(line.kind, line.label, line.where, line.source, line.bound)].append(line)
+        groups[line.kind, line.label, line.where, line.source, line.bound, line.role].append(line)
     merged = []
     for group in groups.values():
-        first = group[0]
+        first, often = group[0], max(group, key=lambda line: line.times)
         more = f"; and {len(group) - 1} more like it" if len(group) > 1 else ""
         merged.append(
             dataclasses.replace(
                 first,
                 seconds=sum(line.seconds for line in group),
+                hidden=sum(line.hidden for line in group),
                 flops=sum(line.flops for line in group),
                 num_bytes=sum(line.num_bytes for line in group),
+                times=often.times,
+                turns=often.turns,
                 formula=first.formula + more,
             )
         )

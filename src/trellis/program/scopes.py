@@ -4,6 +4,7 @@ A `reshard` runs under the scope `reshard[embed/data mlp -> embed mlp ~data]`; t
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Sequence
 
@@ -87,6 +88,23 @@ def transition_in(scope: str) -> tuple[Shape, Shape] | None:
 def sometimes(runs: int, of: int) -> contextlib.AbstractContextManager:
     """The scope of a conditional in a loop: says in how many of its turns some device takes the costly branch."""
     return jax.named_scope(f"sometimes({runs} of {of})")
+
+
+def turn(position: int, of: int) -> contextlib.AbstractContextManager:
+    """The scope of one turn of a loop that is written out: says which one, and of how many."""
+    return jax.named_scope(f"turn({position} of {of})")
+
+
+_TURN = re.compile(r"\bturn\(\d+ of (\d+)\)")
+
+
+def turns_written_out(scope: str) -> int:
+    """How many turns there are of the loops in one of whose turns, written out, an operation is; 1 outside of them.
+
+    >>> turns_written_out("jit(step)/transpose(jvp(turn(3 of 16)))/dot_general"), turns_written_out("jit(step)/add")
+    (16, 1)
+    """
+    return math.prod(map(int, _TURN.findall(scope)))
 
 
 _SOMETIMES = re.compile(r"sometimes\((\d+) of (\d+)\)(?:/cond)?$")

@@ -171,7 +171,9 @@ def _chunk(
         return sums, None, None, (), None
 
     hot = jnp.arange(columns)[None, :] == place[:, None]
-    d_logits = powers * pull[:, None] - jnp.where(hot, weights[:, None], 0.0)
+    d_logits = powers * pull[:, None]
+    # No zeros are subtracted elsewhere: JAX would make them before the loop, and XLA for GPUs keeps them in memory.
+    d_logits = lax.select(hot, d_logits - weights[:, None], d_logits)
     if slope is not None:
         d_logits = d_logits * slope
     d_bias = tuple(jnp.sum(d_logits, axis=0) for _ in bias)

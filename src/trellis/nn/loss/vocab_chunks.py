@@ -109,7 +109,8 @@ def _with_gradients(x, unembed, targets, weights, narrow: NarrowFactors | None, 
         index, powers, largest = part
         scale = pull * jnp.exp(largest - sums.largest)
         hot = jnp.arange(powers.shape[1])[None, :] == _column(targets, index, chunks)[:, None]
-        d_logits = powers.astype(jnp.float32) * scale[:, None] - jnp.where(hot, push[:, None], 0.0)
+        d_logits = powers.astype(jnp.float32) * scale[:, None]
+        d_logits = lax.select(hot, d_logits - push[:, None], d_logits)  # no zeros, see `token_chunks`
         d_logits = gradient_factor(d_logits, x.dtype, settings, limit)
         d_chunk = to_unembed(d_logits, factor, settings).astype(unembed.dtype)
         for axis in chunks.axes:  # over several at once libtpu sums everything, then slices it
