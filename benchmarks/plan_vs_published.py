@@ -39,7 +39,7 @@ class Row:
         recipe, on, options: what is planned.
         tokens, mfu: the figure, one of them.
         hides: compiler options that move collectives beside computation.
-        plain: attention without a kernel, a loss without chunks.
+        plain: attention without a kernel, a loss without chunks, a loop over layers.
         own: the layout is Trellis's for the same work, not the one published: the figure is to be exceeded, and says
             nothing of the prediction.
     """
@@ -61,10 +61,14 @@ class Row:
 SCORE_BYTES = 2 * 28 + 28
 # The same for each logit of a loss that is not in chunks, made once.
 LOGIT_BYTES = 36
+# What a loop over layers keeps is copied to a stack and back: read and written twice, which on an H200 took 1.6 times as
+# long as streamed bytes (benchmarks/results/accelerator_h200.txt).
+COPIES = 4 * 1.6
 
 
 def plain_seconds(plan, run) -> float:
-    """What attention without a kernel and a loss without chunks take longer than Trellis's, on one device.
+    """What attention without a kernel, a loss without chunks and a loop over layers take longer than Trellis's, on one
+    device, where layers are written out.
 
     Scores are the whole square, masked and not skipped: two products forward, two again, and four backward.
     """
@@ -76,7 +80,8 @@ def plain_seconds(plan, run) -> float:
     products = 8 * 2 * scores * model.head_dim / (chip.bf16_flops * chip.matmul_efficiency * filled)
     kernels = sum(line.seconds for line in plan.times.lines if line.kind == "attention")
     logits = plan.tokens / plan.target.num_devices * model.vocab * LOGIT_BYTES
-    return memory + products - kernels + logits / chip.streaming_bandwidth
+    kept = sum(buffer.num_bytes for buffer in plan.memory.kept if buffer.kind == "activations")
+    return memory + products - kernels + (logits + COPIES * kept) / chip.streaming_bandwidth
 
 
 LLAMA2_7B = {

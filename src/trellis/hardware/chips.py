@@ -48,6 +48,8 @@ class Chip:
         matmul_efficiency: share of the peak that large products reach.
         attention_efficiency: the same for attention kernels.
         whole_attention_efficiency: the same if every query sees every key.
+        attention_fill: keys that a query's start and end cost: where one sees so many, half of that rate is reached.
+        grouped_efficiency: share of what products reach that kernels for grouped rows do.
         tile: products are padded to multiples of this.
         float32_share: rate of float32 products, as a share of the bfloat16 peak.
         fill: terms of a product's sum that its start and end cost: sums of this many terms reach half of the rate.
@@ -80,6 +82,8 @@ class Chip:
     tile: int
     float32_share: float
     fill: float = 0.0
+    attention_fill: float = 0.0
+    grouped_efficiency: float = 1.0
     cache_bytes: float = 0.0
     cache_bandwidth: float = 0.0
     launch_seconds: float = 0.0
@@ -92,6 +96,20 @@ class Chip:
     def streaming_bandwidth(self) -> float:
         """The bytes a second that streaming code moves through memory."""
         return self.hbm_bandwidth * MEMORY_EFFICIENCY
+
+    def attention_rate(self, keys: float, whole: bool = False) -> float:
+        """FLOP/s that attention kernels reach.
+
+        Args:
+            keys: how many a query sees, on average.
+            whole: whether every query sees every key.
+
+        >>> h200 = chips()["h200"]
+        >>> [round(h200.attention_rate(keys) / h200.bf16_flops, 2) for keys in (512, 2048, 4096)]
+        [0.3, 0.47, 0.52]
+        """
+        share = self.whole_attention_efficiency if whole else self.attention_efficiency
+        return self.bf16_flops * share * keys / (keys + self.attention_fill) if keys else self.bf16_flops * share
 
     @property
     def device_kind(self) -> str:
@@ -137,10 +155,11 @@ _FIELDS = {
     "kind", "bf16_tflops", "fp4_tflops", "fp8_tflops", "int8_tops", "hbm_gib", "hbm_gbps", "link_gbps", "links",
     "network_gbps", "host_gbps", "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops",
     "matmul_efficiency", "attention_efficiency", "whole_attention_efficiency", "float32_share", "tile", "fill",
-    "processors", "overlap", "device_kinds",
+    "attention_fill", "grouped_efficiency", "processors", "overlap", "device_kinds",
 }  # fmt: skip
 _COUNTS = {"links", "devices_per_chip", "tile", "processors"}
-_SHARES = {"matmul_efficiency", "attention_efficiency", "whole_attention_efficiency", "float32_share"}
+_SHARES = {"matmul_efficiency", "attention_efficiency", "whole_attention_efficiency", "grouped_efficiency",
+           "float32_share"}  # fmt: skip
 _REQUIRED = ("kind", "bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "network_gbps", "vector_tflops",
              "matmul_efficiency", "attention_efficiency", "tile", "source")  # fmt: skip
 
@@ -222,6 +241,8 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
         # several bfloat16 passes on TPUs, TF32 on GPUs
         float32_share=entry.get("float32_share", {"tpu": 1 / 6, "gpu": 0.5}[entry["kind"]]),
         fill=entry.get("fill", 0.0),
+        attention_fill=entry.get("attention_fill", 0.0),
+        grouped_efficiency=entry.get("grouped_efficiency", 1.0),
         processors=entry.get("processors"),
         overlap=tuple(entry.get("overlap") or ()),
         source=str(entry["source"]),

@@ -219,7 +219,9 @@ class _Walk:
         for value, held in self.values.items():
             if value.maker is None or value.maker.direction != "forward" or not fusion.read_in(value, _BACKWARD):
                 continue
-            self.kept |= dict.fromkeys(part.buffer for part in (held, *held.leaves()) if part.buffer and not part.pinned)
+            self.kept |= dict.fromkeys(
+                part.buffer for part in (held, *held.leaves()) if part.buffer and not part.pinned
+            )
 
     def realize(self, operation: Operation, value: Value) -> None:
         """A fused chain's value comes into being; what it was made of is released."""

@@ -19,6 +19,7 @@ from trellis.program.reading import ENTER, KERNELS, LEAVE
 from trellis.program.said import (
     anew_said,
     grouped_said,
+    keys_said,
     lies_so,
     mask_said,
     row_said,
@@ -71,7 +72,7 @@ class Piece:
         direction: "forward", "recomputed", "backward", or "update" for what is not differentiated (the optimizer).
         source: `file.py:line (function)`.
         what: shapes on one device, for people.
-        dims: for a product: (rows, contracted, columns) on one device.
+        dims: for a product: (rows, contracted, columns) on one device; for attention: (0, keys that a query sees, 0).
         dtype: of the operands.
         label: what a person would call it, see `Operation.label`.
         number: its place in the program.
@@ -250,7 +251,8 @@ def _kernel(operation: Operation, load: float) -> Piece:
         return _piece(operation, "kernel", what, vector=vector, num_bytes=share * moved)
     kind, flops = work_said(operation) or ("kernel", 0.0)
     whole = kind == "attention" and mask_said(operation.scope) is None
-    return _piece(operation, kind, f"{kind} {_show(largest)}", flops=flops, num_bytes=moved, whole=whole)
+    dims = (0, keys_said(operation), 0)
+    return _piece(operation, kind, f"{kind} {_show(largest)}", flops=flops, num_bytes=moved, whole=whole, dims=dims)
 
 
 def _show(value: Value) -> str:

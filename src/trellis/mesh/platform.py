@@ -91,7 +91,10 @@ def _device(x: jax.Array) -> Any:
 # The longest loops over layers that are written out. A loop copies all that it keeps for the backward pass into a stack
 # and out of it, and each layer's parameters out of theirs. On an H200 these copies took 18 % of a step of 1B parameters
 # that keeps everything, and 6 % of one that keeps what it must (benchmarks/results/accelerator_h200.txt). A compiler
-# takes a second or two for each layer.
+# takes a second or two for each layer, which a run on several GPUs pays for all at once; there, the order of what they
+# send matters, too: by the CUDA compiler's schedules a step of Llama 1B on 8 A100s takes 272 ms instead of 291 and 12.5
+# GiB instead of 19.7, one of GPT-OSS on 8 B200s (12 turns) 795 instead of 813, and one of Mixtral (32) 77 GiB instead
+# of 52.
 _WRITTEN_OUT = {"cpu": (16, 16), "cuda": (64, 16)}  # on one device, and on several
 
 
@@ -99,10 +102,7 @@ def longest_written_out(x: Any) -> int:
     """How many turns at most a loop over layers may have to be faster written out; 0 if none is.
 
     On a CPU, unless it only rehearses a larger machine: more devices than processors are a rehearsal, for which the
-    time to compile matters more. On a GPU that is alone: with several, the order of what they send matters too. By the
-    CUDA compiler's schedules a step of Llama 1B on 8 A100s would wait 2 ms of 264 longer for it, where copies take 24.
-    One of GPT-OSS on 8 H100s would wait 30 ms of 1,002, where they take 22, and one of Mixtral on 64 would take 77 GiB
-    instead of 52.
+    time to compile matters more. On GPUs, more of them on one that is alone.
 
     Args:
         x: an array, or a tree of them, that goes through the loop.

@@ -192,7 +192,7 @@ def work_line(piece: Piece, chip: Chip) -> Line:
     vector = piece.vector / chip.vector_flops
     matrix, rate = 0.0, 0.0
     if piece.kind == "attention":
-        rate = chip.bf16_flops * (chip.whole_attention_efficiency if piece.whole else chip.attention_efficiency)
+        rate = chip.attention_rate(piece.dims[1], piece.whole)
         matrix = piece.flops / rate
         vector = 0.0  # the kernel's efficiency includes it
     elif piece.flops and multiplies_only(piece.dims):
@@ -204,6 +204,8 @@ def work_line(piece: Piece, chip: Chip) -> Line:
         rate = peak * chip.matmul_efficiency / padded(piece.dims, min(chip.tile, 128)) / slower
         if all(piece.dims):
             rate *= filled(piece.dims[1], chip) / waves(piece.dims, piece.flops / (2.0 * math.prod(piece.dims)), chip)
+        if piece.kind == "grouped":
+            rate *= chip.grouped_efficiency
         matrix = piece.flops / rate
     fuses = piece.kind == "elementwise" and not piece.alone
     if fuses:

@@ -93,14 +93,15 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     gathered = 2.0 * experts / expert / stages / model if EXPERT_WEIGHTS in run.remat.names else 0.0
     gates_again = max(0, 2 - of_choice) / 3  # an expert's last product is not made again
     length = run.data.sequence_length
-    attention = 6.0 * attention_width(m) * keys_seen(m, length) * tokens
+    seen = keys_seen(m, length)
+    attention = 6.0 * attention_width(m) * seen * tokens
     flops = ((6 + 2 * again) * (blocks + tables / 2) + (6 + 2 * gates_again) * active) * tokens / devices
     narrow = max(1.0, 128 / (m.mlp / model))
     # A kernel's backward pass recomputes scores: once on GPUs, for queries and for keys on TPUs. Named results stay.
     kernel_again = 0.0 if run.remat.policy in ("none", "saved", "offload") else 1.0
     kernels = attention * ((1.5 if chip.kind == "tpu" else 7 / 6) + kernel_again / 3) / devices
     ring = sizes.get("context", 1) > 1 and run.layout.context == "ring"  # most of its tiles are seen whole
-    kernels /= chip.bf16_flops * (chip.whole_attention_efficiency if ring else chip.attention_efficiency)
+    kernels /= chip.attention_rate(seen / m.layers, ring)
     kernels *= idle
     compute = flops / (chip.bf16_flops * chip.matmul_efficiency) * 1.15 * narrow * idle + kernels
     if chip.kind == "tpu" and experts:  # what kernels make is copied to a loop's stack and back; else rows come again

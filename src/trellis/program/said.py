@@ -133,6 +133,13 @@ def work_said(operation: Operation) -> tuple[str, float] | None:
     return kind, flops
 
 
+def keys_said(operation: Operation) -> int:
+    """How many keys a query of an attention kernel sees, on average; 0 if nothing is said."""
+    found = _WORK.findall(operation.scope)
+    queries = max(value.num_elements for value in operation.operands)
+    return round(float(found[-1][1]) / (4 * queries)) if found and found[-1][0] == "attention" else 0
+
+
 def grouped_said(operation: Operation, load: float) -> tuple[float, tuple[int, int, int], float] | None:
     """FLOPs of a kernel for sorted rows, its sizes (rows, what is summed, columns), and how many rows it reads.
 
