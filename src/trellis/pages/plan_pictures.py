@@ -204,7 +204,7 @@ def timeline_picture(plan: Plan) -> Markup:
     for words, color in legend.items():
         parts += [svg.box(x, y - 2, 10, 10, fill=color), _text(x + 14, y + 7, words, size=11)]
         x += 26 + 6.6 * len(words)
-    parts.append(_quiet(left, y + 26, f"one of {depth} layers; pale: computed again", size=11))
+    parts.append(_quiet(left, y + 26, f"one layer, of which a step runs {depth}; pale: computed again", size=11))
     return svg.picture(left + width + 90, y + 36, parts, "one layer's timeline")
 
 
