@@ -238,6 +238,11 @@ def test_an_array_may_be_padded_as_the_program_shows():
     assert not found(PROGRAM, (row, ROWS[1])).right
     assert not found(text, (dataclasses.replace(row, payload=380), ROWS[1])).right
     assert not found(text, (row, row, ROWS[1])).right
+    sliced = "f32[8,16]{1,0} reduce-scatter(%padded), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum"
+    assert found(re.sub(r"f32\[8,16\]\{1,0\} all-reduce\(%padded.*", sliced, text), (row, ROWS[1])).right
+    both = re.sub(r"all-reduce.1 = .*reduce\(%padded\)", "all-reduce.1 = (f32[8,16]{1,0}, f32[8,16]{1,0}) "
+                  "all-reduce(%padded, %padded)", text)  # fmt: skip
+    assert found(both, (row, row, ROWS[1])).right and not found(both, (row, row, row, ROWS[1])).right
 
 
 def test_what_is_added_may_be_summed_as_one():

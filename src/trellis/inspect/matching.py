@@ -337,9 +337,12 @@ class Stock:
         shows, or by up to a quarter."""
         for match in matches:
             for key in list(self.items):
-                if key.elements > match.key.elements and key._replace(elements=match.key.elements) == match.key:
-                    little = key.elements <= match.key.elements * 5 / 4
-                    fits = lambda row, item, of=match.key, little=little: little or item.part.filled == of.elements
+                wanted = match.key
+                little = key.elements <= wanted.elements * 5 / 4 and key.kind == wanted.kind
+                alike = key.kind == wanted.kind or {key.kind, wanted.kind} == {"all-reduce", "reduce-scatter"}
+                same = key._replace(kind=wanted.kind, elements=wanted.elements) == wanted
+                if same and alike and key.elements > wanted.elements:
+                    fits = lambda row, item, of=wanted, little=little: little or item.part.filled == of.elements
                     self.take(match, "a padded array", ((key, 1),), fits)
 
     def take_turns(self, matches: list[Match], chosen: Choice = _any) -> None:

@@ -205,19 +205,24 @@ def _pieces(
         lengths = [(sum(length for length, _ in lengths), lengths[0][1])]
     source = program.source(collective.origin, in_a_library)
     filled = _filled(program, collective)
-    return [Part(collective, axes, *each, source, cut, partly, filled) for each in lengths]
+    return [Part(collective, axes, *each, source, cut, partly, own) for each, own in zip(lengths, filled)]
 
 
-def _filled(program: Program, collective: Collective) -> int:
-    """How many elements a sum's one array has without the padding that the program has just added; 0 if it has none."""
+def _filled(program: Program, collective: Collective) -> list[int]:
+    """How many elements each array of a sum has without the padding that the program has just added; 0 if none."""
     operands = program.by_name[collective.name].operands
-    made = _behind(program, operands[0]) if len(operands) == 1 else None
+    if collective.kind not in ("all-reduce", "reduce-scatter") or len(operands) != len(collective.arrays):
+        return [0] * len(collective.arrays)
+    return [_unpadded(program, operand) for operand in operands]
+
+
+def _unpadded(program: Program, operand: str) -> int:
+    made = _behind(program, operand)
     if made is not None and made.op == "fusion":
         made = program.root(made.called()["calls"][0])
-    if made is None or made.op != "pad" or collective.kind not in ("all-reduce", "reduce-scatter"):
+    if made is None or made.op != "pad":
         return 0
-    (whole,) = program.by_name[made.operands[0]].results
-    return math.prod(whole.shape)
+    return sum(math.prod(array.shape) for array in program.by_name[made.operands[0]].results)
 
 
 def _twice(program: Program, parts: Iterable[Part], mesh: Mapping[str, int]) -> Iterator[Part]:
