@@ -61,8 +61,8 @@ class Row:
 SCORE_BYTES = 2 * 28 + 28
 # The same for each logit of a loss that is not in chunks, made once.
 LOGIT_BYTES = 36
-# What a loop over layers keeps is copied to a stack and back: read and written twice, which on an H200 took 1.6 times as
-# long as streamed bytes (benchmarks/results/accelerator_h200.txt).
+# What a loop over layers keeps is copied to a stack and back: read and written twice, which took 1.6 times as long as
+# streamed bytes on an H200 (benchmarks/results/accelerator_h200.txt).
 COPIES = 4 * 1.6
 
 

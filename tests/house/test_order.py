@@ -220,8 +220,9 @@ def test_a_family_is_its_folder_and_its_name_in_one_list():
 
 
 def test_programs_are_walked_in_one_place():
-    """Others that go over equations rewrite them (a sum that is scattered onto another, a kernel's result), prepare a
-    program that is to be read, or run each as one device would; what reads one asks `program/reading.py`."""
+    """Others that go over equations rewrite them (a sum that is scattered onto another, a kernel's result, what a loop
+    reads from around it), prepare a program that is to be read, or run each as one device would; what reads one asks
+    `program/reading.py`."""
     walking = {str(f.relative_to(SOURCE)) for f in FILES if re.search(r"\beqns\b", f.read_text())}
-    rewriting = {"_splash.py", "mesh/device/view.py", "named/pipeline/onto.py", "program/trace.py"}
+    rewriting = {"_splash.py", "mesh/device/view.py", "named/around.py", "named/pipeline/onto.py", "program/trace.py"}
     assert walking - rewriting == {"program/reading.py", "named/pipeline/pieces.py"}

@@ -226,6 +226,53 @@ def test_an_array_may_be_padded_and_not_cut():
     assert not found(PROGRAM, (dataclasses.replace(row, payload=544), ROWS[1])).right
 
 
+def test_an_array_may_be_padded_as_the_program_shows():
+    """Each device's part begins where its tiles do: by a third for 96 of 128 rows, which are not 95."""
+    pad = "f32[8,16]{1,0} pad(%x, %zero), padding=0_2x0_0"
+    text = PROGRAM.replace("%x = f32[8,16]", "%zero = f32[] constant(0)\n  %x = f32[6,16]")
+    text = text.replace("  %all-reduce.1", f"  %padded = {pad}\n  %all-reduce.1").replace(
+        "reduce(%x)", "reduce(%padded)"
+    )
+    row = dataclasses.replace(ROWS[0], payload=384)
+    assert found(text, (row, ROWS[1])).right
+    assert not found(PROGRAM, (row, ROWS[1])).right
+    assert not found(text, (dataclasses.replace(row, payload=380), ROWS[1])).right
+    assert not found(text, (row, row, ROWS[1])).right
+    sliced = "f32[8,16]{1,0} reduce-scatter(%padded), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum"
+    assert found(re.sub(r"f32\[8,16\]\{1,0\} all-reduce\(%padded.*", sliced, text), (row, ROWS[1])).right
+    both = re.sub(r"all-reduce.1 = .*reduce\(%padded\)", "all-reduce.1 = (f32[8,16]{1,0}, f32[8,16]{1,0}) "
+                  "all-reduce(%padded, %padded)", text)  # fmt: skip
+    assert found(both, (row, row, ROWS[1])).right and not found(both, (row, row, row, ROWS[1])).right
+
+
+def test_what_is_added_may_be_summed_as_one():
+    """The gradient of a norm that is used twice: devices may add before they sum, as TPUs' compiler makes them."""
+    first = dataclasses.replace(ROWS[0], added=7)
+    assert found(PROGRAM, (first, first, ROWS[1])).right
+    assert not found(PROGRAM, (first, dataclasses.replace(first, added=8), ROWS[1])).right
+    assert not found(PROGRAM, (first, dataclasses.replace(first, payload=64), ROWS[1])).right
+    assert len(found(PROGRAM.replace("all-reduce(%x)", "copy(%x)"), (first, first, ROWS[1])).missing) == 2
+    # The other sum is a gather's, which would have none if each of the rows took one.
+    zeros = "%zeros = f32[8,16]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%sum"
+    text = PROGRAM.replace("  %all-reduce.1", f"  {zeros}\n  %all-reduce.1")
+    gather = dataclasses.replace(ROWS[1], axes=("model",), payload=512, wire=256)
+    assert found(text, (first, first, gather, ROWS[1])).right
+    assert not found(text, (first, first, gather, gather, ROWS[1])).right
+
+
+def test_rows_say_what_is_added_to_what():
+    layout = tr.Layout(tr.make_mesh(data=8), params={"embed": "data"}, compute={"batch": "data"})
+    scale = tr.ones({"embed": 64})
+    with layout:
+        x = tr.shard(tr.ones({"batch": 8, "embed": 64}), "compute")
+        uses = lambda scale, x: (tr.tanh(x * scale) * scale).sum().array
+        rows = [row for row in ledger(jax.grad(uses), tr.shard(scale), x) if row.kind == "reduce-scatter"]
+        assert len(rows) == 2 and rows[0].added == rows[1].added > 0
+        apart = lambda both, x: uses(both[0], x) + uses(both[1], x)
+        rows = [row for row in ledger(jax.grad(apart), (tr.shard(scale),) * 2, x) if row.kind == "reduce-scatter"]
+        assert len(rows) == 4 and len({row.added for row in rows}) == 2
+
+
 def test_each_weight_of_a_pass_has_a_gather_of_its_own():
     again = [dataclasses.replace(ROWS[1], role="weights", direction=pass_) for pass_ in ("forward", "recomputed")]
     assert found(PROGRAM, (ROWS[0], *again)).right

@@ -13,7 +13,7 @@ from trellis.inspect.apart import made_at, read_at
 from trellis.inspect.rows import EACH_TURN, Ledger, Row
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_wrong, trace
-from trellis.program.flow import Parameters, constants, repeats, roles, uniform, zeros
+from trellis.program.flow import Parameters, added_at, constants, repeats, roles, uniform, zeros
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied, States
@@ -138,7 +138,11 @@ class _Rows:
             reduction=_REDUCTIONS.get(operation.name, "sum"),
             same=self.repeats[operation],
             constant=self.constants.issuperset(operation.results),
+<<<<<<< HEAD
             turns=turns_written_out(operation.scope),
+=======
+            added=added_at(operation),
+>>>>>>> helper-a
             number=operation.number,
             made=made_at(operation),
             read=read_at(operation),

@@ -28,6 +28,7 @@ class Part:
         source: `file.py:line (function)`.
         cut: into how many equal parts its groups cut the devices along these axes, usually one.
         partly: whether it is a permute of some of the devices along these axes.
+        filled: how many of the elements are not padding, as far as the program shows.
     """
 
     collective: Collective
@@ -37,6 +38,7 @@ class Part:
     source: str
     cut: int = 1
     partly: bool = False
+    filled: int = 0
 
     @property
     def key(self) -> Key:
@@ -153,13 +155,14 @@ def matched(
     """Rows with what does them, and what no row has taken.
 
     A program does not say which of two equal sums belongs to which row. If rows are left over, another order of the
-    search is tried, and the one that leaves the fewest is taken.
+    search is tried, and the one that leaves the fewest is taken. In the last orders, sums whose results are added count
+    as one.
     """
     rows, parts = list(rows), list(parts)
     found = []
-    for stacked in get_args(Stacked):
+    for added, stacked in itertools.product((False, True), get_args(Stacked)):
         stock = Stock(parts)
-        matches = stock.meet(rows, sizes, stacked)
+        matches = stock.meet(rows, sizes, stacked, added=added)
         left = sum(match.missing > 0 and match.certain for match in matches)
         found.append((left, matches, list(stock.rest())))
         if not left:
@@ -175,7 +178,9 @@ class Stock:
         for part in parts:
             self.items[part.key].append(_Item(part, part.elements * part.collective.times))
 
-    def meet(self, rows: Iterable[Row], sizes: Mapping[str, int], stacked: Stacked = "last") -> list[Match]:
+    def meet(
+        self, rows: Iterable[Row], sizes: Mapping[str, int], stacked: Stacked = "last", *, added: bool = False
+    ) -> list[Match]:
         """Finds what does each row: as asked for at its own line, then as asked for anywhere, then in other ways.
 
         All rows are looked for in one way before any is in the next, which is less likely.
@@ -185,8 +190,12 @@ class Stock:
             sizes: of the mesh axes.
             stacked: whether sums that a loop stacks are looked for before others of the same loop, before those of the
                 same line, or after all that are done as asked.
+            added: whether one of several sums whose results are added is looked for, and not each.
         """
-        matches = [Match(row, _key(row, sizes), Counter(), row.times) for row in rows]
+        every = [Match(row, _key(row, sizes), Counter(), row.times) for row in rows]
+        sums = _added(every)
+        also = {id(match) for group in sums for match in group[1:]} if added else set()
+        matches = [match for match in every if id(match) not in also]
         self.take_as_asked(matches, _same_loop_and_line)
         if stacked == "first":
             self.take_stacked(matches, exactly=True)
@@ -213,7 +222,11 @@ class Stock:
             done = match.row.times - match.missing
             if match.row.kind in COPIES and done and match.row.times % done == 0:
                 match.done("one for all turns of a loop", match.missing)
-        return matches
+        for group in sums:
+            if any(not match.missing for match in group):
+                for match in group:
+                    match.done("a sum with others", match.missing)
+        return every
 
     def take_as_asked(self, matches: list[Match], chosen: Choice = _any) -> None:
         """Takes what is asked for, from the items that are chosen."""
@@ -320,12 +333,17 @@ class Stock:
                         match.done("a part of a longer array", taken)
 
     def take_padded(self, matches: list[Match]) -> None:
-        """Takes arrays that are padded by up to a quarter, so that each device's part begins where its tiles do."""
+        """Takes arrays that are padded, so that each device's part begins where its tiles do: by as much as the program
+        shows, or by up to a quarter."""
         for match in matches:
             for key in list(self.items):
-                padded = match.key.elements < key.elements <= match.key.elements * 5 / 4
-                if padded and key._replace(elements=match.key.elements) == match.key:
-                    self.take(match, "a padded array", ((key, 1),))
+                wanted = match.key
+                little = key.elements <= wanted.elements * 5 / 4 and key.kind == wanted.kind
+                alike = key.kind == wanted.kind or {key.kind, wanted.kind} == {"all-reduce", "reduce-scatter"}
+                same = key._replace(kind=wanted.kind, elements=wanted.elements) == wanted
+                if same and alike and key.elements > wanted.elements:
+                    fits = lambda row, item, of=wanted, little=little: little or item.part.filled == of.elements
+                    self.take(match, "a padded array", ((key, 1),), fits)
 
     def take_turns(self, matches: list[Match], chosen: Choice = _any) -> None:
         """Takes sums that a loop does not do in each turn, but that are done once after its last one."""
@@ -359,6 +377,16 @@ class Stock:
             for item in items:
                 if item.left:
                     yield item.part, max(item.runs, 1)
+
+
+def _added(matches: Iterable[Match]) -> list[list[Match]]:
+    """Sums over the same devices, of as many numbers each, whose results are added: devices may add first."""
+    groups: dict[tuple, list[Match]] = defaultdict(list)
+    for match in matches:
+        row = match.row
+        if row.added >= 0 and row.reduction == "sum" and match.key.kind in ("all-reduce", "reduce-scatter"):
+            groups[row.added, match.key, row.what, row.times].append(match)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _listed(groups: Iterable[tuple[int, ...]], most: int = 4) -> str:

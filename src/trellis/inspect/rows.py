@@ -42,6 +42,7 @@ class Row:
         twin: whether, in manual mode, an earlier one moves the same array in the same way: a compiler may do only one.
         turns: in how many turns of loops that are written out it has its like, each a row.
         constant: whether no argument has a part in what it moves: a compiler may know what becomes of it.
+        added: the number of the operation that adds what it brings to others, if nothing else reads it; else -1.
         number, made, read: the numbers of its operation, of that which makes what it moves, and of the first that reads
             what comes.
     """
@@ -66,6 +67,7 @@ class Row:
     twin: bool = False
     constant: bool = False
     turns: int = dataclasses.field(default=1, compare=False, repr=False)
+    added: int = dataclasses.field(default=-1, compare=False, repr=False)
     number: int = dataclasses.field(default=-1, compare=False, repr=False)
     made: int = dataclasses.field(default=-1, compare=False, repr=False)
     read: int = dataclasses.field(default=-1, compare=False, repr=False)

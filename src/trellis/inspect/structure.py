@@ -9,7 +9,7 @@ elements as its type says, as often. Compilers may do the same in other ways, of
   would have made;
 - several arrays of a type joined into one, such as those that a loop would move in each turn, moved once after it, and
   arrays that are padded;
-- a copy that an equal one has moved before, and numbers that are added before they are summed over devices.
+- a copy that an equal one has moved before, and what is added before it is summed over devices.
 
 What no row asks for is named. Along mesh axes it is the compiler's own affair, and along axes in auto mode so are the
 groups. A collective over other groups of devices is a fault. So are a sum over devices that hold the sum already, a
@@ -204,7 +204,25 @@ def _pieces(
     if kind == "all-to-all":  # the pieces of one array
         lengths = [(sum(length for length, _ in lengths), lengths[0][1])]
     source = program.source(collective.origin, in_a_library)
-    return [Part(collective, axes, *each, source, cut, partly) for each in lengths]
+    filled = _filled(program, collective)
+    return [Part(collective, axes, *each, source, cut, partly, own) for each, own in zip(lengths, filled)]
+
+
+def _filled(program: Program, collective: Collective) -> list[int]:
+    """How many elements each array of a sum has without the padding that the program has just added; 0 if none."""
+    operands = program.by_name[collective.name].operands
+    if collective.kind not in ("all-reduce", "reduce-scatter") or len(operands) != len(collective.arrays):
+        return [0] * len(collective.arrays)
+    return [_unpadded(program, operand) for operand in operands]
+
+
+def _unpadded(program: Program, operand: str) -> int:
+    made = _behind(program, operand)
+    if made is not None and made.op == "fusion":
+        made = program.root(made.called()["calls"][0])
+    if made is None or made.op != "pad":
+        return 0
+    return sum(math.prod(array.shape) for array in program.by_name[made.operands[0]].results)
 
 
 def _twice(program: Program, parts: Iterable[Part], mesh: Mapping[str, int]) -> Iterator[Part]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from trellis._compat import derivatives_around
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import gradients_together
+from trellis.named.around import any_narrow, scan_of
 from trellis.named.array import is_named
 from trellis.named.axis import Name, name_of
 from trellis.named.backend import fences_layers
@@ -31,13 +32,12 @@ def scan(
     has the name, and everything else whole. It is compiled once. A sliced name
     is gathered first.
 
-    As in `jax.lax.scan`, the gradient of what the body reads from around it is summed over the positions in that
-    value's type, and a sum of equal terms in bfloat16 stops growing after 256. Keep the weights of a long recurrence in
-    float32, and cast them in the body:
+    The gradient of what the body reads from around it is summed over the positions in float32, if the value has fewer
+    bits. (`jax.lax.scan` sums in the value's type, and a sum of equal terms in bfloat16 stops growing after 256.)
 
-    >>> steps, w = tr.ones({"pos": 1024, "embed": 2}, jnp.bfloat16), tr.ones({"embed": 2})
-    >>> total = lambda w: tr.scan(lambda c, x: (c, x * w.astype(jnp.bfloat16)), "pos")(0.0, steps)[1]
-    >>> jax.grad(lambda w: total(w).astype(jnp.float32).sum().array)(w).tolist()
+    >>> steps, w = tr.ones({"pos": 1024, "embed": 2}, jnp.bfloat16), tr.ones({"embed": 2}, jnp.bfloat16)
+    >>> total = lambda w: tr.scan(lambda c, x: (c, x * w), "pos")(0.0, steps)[1].astype(jnp.float32).sum()
+    >>> tr.grad(total)(w).array.tolist()
     [1024.0, 1024.0]
 
     Args:
@@ -64,6 +64,7 @@ def loop(
     once: Callable,
     own: tuple = (),
     by_order: bool = True,
+    wide: bool = True,
 ) -> Callable:
     """`scan`.
 
@@ -71,6 +72,8 @@ def loop(
         once: what is applied to the body if the loop is written out: `jax.jit`, so that it is traced once, or nothing.
         own: a tree for each position, which `fn` gets after the carry; the loop is written out.
         by_order: whether the result at a position depends on those before it.
+        wide: whether the body may read values of few bits from around it, of which a gradient is taken, and which no
+            argument of the loop has.
     """
     name = name_of(axis, "scan")
     ordered = (name,) if by_order else ()
@@ -95,6 +98,8 @@ def loop(
                 refuse_pending(each, "stacking the results of a loop")
             return pinned(new), entered(y, "scan", copies=False)  # JAX cannot take a stack of partial sums apart
 
+        reads = wide or any_narrow([x for x in still if x is not None])
+
         def run(carry):
             written = bool(own) or 0 < length <= unroll
             fenced = written and fences_layers((carry, moving, own))
@@ -104,8 +109,8 @@ def loop(
             if written:
                 return _written_out(once(one), carry, moving, length, reverse, own)
             if unroll > 1:
-                return _in_groups(once(one), carry, moving, length, unroll, reverse)
-            return jax.lax.scan(one, carry, moving, length=length, reverse=reverse)
+                return _in_groups(once(one), carry, moving, length, unroll, reverse, reads)
+            return scan_of(one, carry, moving, wide=reads, length=length, reverse=reverse)
 
         try:
             carry, ys = run(carry)
@@ -146,7 +151,7 @@ def _written_out(one, carry, moving, length: int, reverse: bool, own: tuple = ()
     return carry, jax.tree.map(lambda *y: jnp.stack(y), *(ys[i] for i in range(length)))
 
 
-def _in_groups(one, carry, moving, length: int, size: int, reverse: bool):
+def _in_groups(one, carry, moving, length: int, size: int, reverse: bool, wide: bool):
     """What `jax.lax.scan` computes with `unroll`: a loop over groups of positions, and the rest written out.
 
     JAX 0.10.2 to 0.12.0 cannot unroll a loop that stacks copies (`~`) or pending sums, as its gradient does.
@@ -157,7 +162,7 @@ def _in_groups(one, carry, moving, length: int, size: int, reverse: bool):
     group = lambda carry, part: _written_out(one, carry, part, size, reverse)
     if length > even and reverse:
         carry, last = _written_out(one, carry, rest, length - even, reverse)
-    carry, ys = jax.lax.scan(group, carry, groups, length=even // size, reverse=reverse)
+    carry, ys = scan_of(group, carry, groups, wide=wide, length=even // size, reverse=reverse)
     ys = jax.tree.map(lambda y: _folded(y, 2, (even,)), ys)
     if length > even and not reverse:
         carry, last = _written_out(one, carry, rest, length - even, reverse)

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 
 from trellis.mesh.layout import current_layout
+from trellis.named.around import any_narrow
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Axis, NamesError
 from trellis.named.backend import written_out
@@ -16,7 +17,7 @@ from trellis.named.pipeline.by_vmap import fold_pipeline, made_alike, pipeline_a
 from trellis.named.pipeline.parts import Parts
 from trellis.named.random import split
 from trellis.named.saving import Keep
-from trellis.named.scan import loop, scan
+from trellis.named.scan import loop
 from trellis.named.vmap import vmap
 from trellis.notation.state import state_of
 
@@ -88,7 +89,8 @@ class Stacked(eqx.Module):
 
         Args:
             x: what the first layer gets; each layer's result goes to the next.
-            *args: passed to every layer.
+            *args: passed to every layer. Their gradients are summed over the layers of a compiled loop, in float32 if
+                they have fewer bits; what `call` closes over is summed in its own type.
             each: a tree of arrays with the layers' name; every layer gets its position.
             call: `call(layer, x, *each, *args)` instead of `layer(x, *each, *args)`.
             policy: what each layer keeps for the backward pass.
@@ -124,7 +126,8 @@ class Stacked(eqx.Module):
             run = loop(one, self.axis, False, self.axis.size, policy, once=lambda layer: layer)
         else:
             unroll = self.unroll or (self.axis.size if written_out(self.axis.size, x) else 1)
-            run = scan(one, self.axis, unroll=unroll, policy=policy)
+            wide = bool(args) and any_narrow(args)
+            run = loop(one, self.axis, False, unroll, policy, once=jax.jit, wide=wide)
         return run(x, self.block, tuple(each))
 
     def __call__(self, x, *args, **kwargs):

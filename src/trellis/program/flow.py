@@ -19,8 +19,9 @@ MOVES = frozenset("reshard convert_element_type all_gather all_gather_reduced al
 _MIXING = ("dot_general", "ragged_dot", "conv_", "reduce_", "gather", "scatter", "cum", "sort", "arg", "top_k")
 # A part of them.
 PARTS = frozenset(("split", "dynamic_slice"))
+_ADDS = frozenset(("add", "add_any"))
 # Operations that make zeros of zeros.
-_KEEPS_ZEROS = VIEWS | MOVES | PARTS | {"broadcast_in_dim", "add", "add_any", "sub", "neg"}
+_KEEPS_ZEROS = VIEWS | MOVES | PARTS | _ADDS | {"broadcast_in_dim", "sub", "neg"}
 
 
 def of_parameters(program: Program) -> set[Value]:
@@ -260,6 +261,18 @@ class Parameters:
             queue += [v for v in after if v not in seen]
             seen.update(after)
         return ""
+
+
+def added_at(operation: Operation) -> int:
+    """The number of the last addition of a chain that an operation's result goes into and nothing else reads; -1 if
+    there is none. On the way it may be seen in other ways, moved or rounded: sums over devices of the numbers that are
+    added there may be taken as one, of their sum."""
+    found, readers = -1, operation.results[0].readers if operation.results else []
+    while len(readers) == 1 and readers[0].name in _ADDS | VIEWS | MOVES and readers[0].results:
+        (reader,) = readers
+        found = reader.number if reader.name in _ADDS else found
+        readers = reader.results[0].readers
+    return found
 
 
 def origin(value: Value) -> Value:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
-from trellis.proof.interpreter import kernels, solving, whole
+from trellis.proof.interpreter import drawing, factoring, kernels, solving, whole
 from trellis.proof.interpreter.layouts import blank, in_memory
 from trellis.proof.interpreter.moving import sliced, viewed
 from trellis.proof.interpreter.values import NotInterpreted, Value
@@ -134,6 +134,7 @@ _MARKS = ("AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "Layout
           "xla.sdy.FuncResultSharding")  # fmt: skip
 TARGETS: Mapping[str, Callable] = {
     **whole.TARGETS,
+    **drawing.TARGETS,
     **dict.fromkeys(_MARKS, _same),
     **dict.fromkeys(("AllocateBuffer", "PrepareAsyncCallDone", "PrepareAsyncCallStart"), _unwritten),
     "AsyncCollectiveDone": _async_done,
@@ -153,6 +154,8 @@ KERNELS: Mapping[str, Callable] = {
     **kernels.GROUPED,
     **kernels.ACTIVATIONS,
     **solving.KERNELS,
+    **factoring.KERNELS,
+    **drawing.KERNELS,
 }
 
 
@@ -171,4 +174,9 @@ def _custom_call(instruction: Instruction, machine) -> Callable:
     raise NotInterpreted(f"the custom call {target}, as {instruction.name}")
 
 
-OPERATIONS: dict[str, Callable] = {"custom-call": _custom_call, "topk": _largest, **kernels.OPERATIONS}
+OPERATIONS: dict[str, Callable] = {
+    "custom-call": _custom_call,
+    "topk": _largest,
+    **drawing.OPERATIONS,
+    **kernels.OPERATIONS,
+}

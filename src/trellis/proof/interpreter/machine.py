@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from trellis.inspect.collective import KINDS
 from trellis.inspect.hlo import Instruction, Program, parse_program
 from trellis.proof.interpreter import (
     collectives,
@@ -53,6 +54,21 @@ def _named(instruction: Instruction) -> Generator[None]:
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__} "
         raise Failed(f"{instruction.op} {instruction.name} of {instruction.type}: {kind}{error}") from error
+
+
+# What nothing need read: others wait for it, or it runs what others wait for.
+_RUN_ANYWAY = (*KINDS, "call", "conditional", "custom-call", "fusion", "parameter", "while")
+
+
+def _read(instructions: Sequence[Instruction], used: Sequence[Sequence[str]]) -> list[bool]:
+    """Which instructions of a computation others read, or run anyway. A compiler leaves out the rest, but before it
+    has seen a program, parts of results that nothing reads are still there."""
+    wanted, found = set(), []
+    for instruction, names in zip(reversed(instructions), reversed(used)):
+        start = instruction.op.removesuffix("-start").removesuffix("-done")
+        found.append(instruction.root or instruction.name in wanted or start in _RUN_ANYWAY)
+        wanted.update(names if found[-1] else ())
+    return found[::-1]
 
 
 class Interpreter:
@@ -149,6 +165,8 @@ class Interpreter:
             found = function(operands, team)
         kind = self.type(instruction)
         if isinstance(kind, ArrayType) and kind.dtype not in NO_DATA and computation not in self._scalars:
+            if found is None:
+                raise NotInterpreted(f"{instruction.name}, what a chip's own generator of random bits leaves")
             made = found.shape[1:] if isinstance(found, np.ndarray) else "another kind of value"
             if made != kind.shape:
                 raise Failed(f"{instruction.op} {instruction.name} is {instruction.type}, made {made}")
@@ -161,6 +179,8 @@ class Interpreter:
         if computation not in self._plans:
             instructions = self.program.computations[computation]
             used = [self._inputs(i, computation) for i in instructions]
+            read = _read(instructions, used)
+            instructions, used = ([x for x, is_read in zip(each, read) if is_read] for each in (instructions, used))
             last = {name: index for index, names in enumerate(used) for name in names}
             plan = []
             for index, (instruction, names) in enumerate(zip(instructions, used)):

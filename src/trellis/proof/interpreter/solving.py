@@ -16,10 +16,10 @@ def _fft(instruction: Instruction, machine) -> Callable:
     axes = tuple(range(-len(sizes), 0))
     makes = {"FFT": np.fft.fftn, "IFFT": np.fft.ifftn, "RFFT": np.fft.rfftn, "IRFFT": np.fft.irfftn}
     make = makes[instruction.attribute("fft_type") or ""]
-    return lambda values, team: make(_wide(values[0]), sizes, axes).astype(dtype)
+    return lambda values, team: make(wide(values[0]), sizes, axes).astype(dtype)
 
 
-def _wide(x: np.ndarray) -> np.ndarray:
+def wide(x: np.ndarray) -> np.ndarray:
     """Numbers of 64 bits, or pairs of such."""
     return x.astype(np.result_type(x.dtype, np.float64))
 
@@ -31,7 +31,7 @@ def _cholesky(instruction: Instruction, machine, *, lower: bool | None = None) -
 
 def _factor(x: np.ndarray, *, lower: bool) -> np.ndarray:
     """The triangular factor of matrices of which one half is read; NaN where there is none."""
-    x = _wide(x) if lower else np.conj(_wide(x).swapaxes(-1, -2))
+    x = wide(x) if lower else np.conj(wide(x).swapaxes(-1, -2))
     x = np.tril(x) + np.conj(np.tril(x, -1).swapaxes(-1, -2))
     found = np.full(x.shape, np.nan, x.dtype)
     for at in np.ndindex(x.shape[:-2]):
@@ -60,7 +60,7 @@ def _triangular(instruction: Instruction, machine) -> Callable:
     kind = machine.type(instruction)
 
     def run(values, team) -> Value:
-        a, b = map(_wide, values)
+        a, b = map(wide, values)
         a = np.tril(a) if lower else np.triu(a)
         if ones:
             a = a - a * np.eye(a.shape[-1]) + np.eye(a.shape[-1])
@@ -74,9 +74,9 @@ def _triangular(instruction: Instruction, machine) -> Callable:
     return run
 
 
-def _inverse(instruction: Instruction, machine) -> Callable:
-    """libtpu's inverses of lower triangular matrices, from which it makes the solution of a larger one."""
-    return lambda values, team: np.linalg.inv(np.tril(_wide(values[0]))).astype(values[0].dtype)
+def _inverse(instruction: Instruction, machine, half: Callable) -> Callable:
+    """libtpu's inverses of triangular matrices, from which it makes the solution of a larger one."""
+    return lambda values, team: np.linalg.inv(half(wide(values[0]))).astype(values[0].dtype)
 
 
 def _flag(instruction: Instruction, name: str) -> bool:
@@ -90,5 +90,6 @@ KERNELS: dict[str, Callable] = {
     "__cublas$triangularSolve": lambda _, *call: _triangular(*call),
     "cusolver_potrf_ffi": lambda _, *call: _potrf(*call),
     "Cholesky": lambda _, *call: _cholesky(*call, lower=True),
-    "InvertDiagBlocksLowerTriangular": lambda _, *call: _inverse(*call),
+    "InvertDiagBlocksLowerTriangular": lambda _, *call: _inverse(*call, np.tril),
+    "InvertDiagBlocksUpperTriangular": lambda _, *call: _inverse(*call, np.triu),
 }
