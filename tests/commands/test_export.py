@@ -202,17 +202,23 @@ def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, c
     assert not (tmp_path / "back" / "tokenizer.json").exists()
 
 
-def test_the_ends_of_an_imported_models_texts_are_kept(run_folder, tmp_path, capsys):
+def test_what_an_import_does_not_use_is_kept_for_an_export(run_folder, tmp_path, capsys):
     main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
     ends = {"bos_token_id": 3, "eos_token_id": [256, 4]}
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(ends))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.25, "use_cache": False}))
     assert main(["import", str(tmp_path / "hf"), "--to", str(tmp_path / "run"), "--devices", "1"]) == 0
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "back"), "--dtype", "float32"]) == 0
     assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == ends
     hub = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {name: hub[name] for name in ends} == ends
+    assert hub["attention_dropout"] == 0.25 and "use_cache" not in hub
+    assert "training here drops nothing of what these say, and an export says it again: attention_dropout 0.25" in (
+        capsys.readouterr().out
+    )
     (tmp_path / "run" / "tokenizer" / "generation_config.json").write_text("[]")
-    assert "A generation_config.json must be a JSON object." in refused(
+    assert "The generation_config.json of a run must be a JSON object." in refused(
         capsys, "export", str(tmp_path / "run"), "--to", str(tmp_path / "again")
     )
 

@@ -37,6 +37,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.hardware.platform import choose_platform
     from trellis.hub import copy_tokenizer, write_folder, write_tokenizer
     from trellis.models import FAMILIES
+    from trellis.run.folder import IMPORTED
     from trellis.train.assemble import assemble
     from trellis.train.restoring import checkpoint_reader, for_use, open_checkpoint, tokenizer_of
 
@@ -51,10 +52,9 @@ def execute(args: argparse.Namespace) -> int:
         print("no tokenizer: the run's data has none")
     step, read = checkpoint_reader(folder, run, assembled.abstract, step=at)
     more = _ends(None if chosen is None else Path(chosen), None if tokenizer is None else tokenizer.end_of_document)
-    model = assembled.abstract.model
-    files = write_folder(
-        to, FAMILIES[run.model.family], run.model, model, read, dtype=args.dtype, positions=positions, more=more
-    )
+    family, model = FAMILIES[run.model.family], assembled.abstract.model
+    more |= family.dropped_in({name: 0.0 for name in family.dropped} | _object(folder / IMPORTED))
+    files = write_folder(to, family, run.model, model, read, dtype=args.dtype, positions=positions, more=more)
     if chosen is not None and Path(chosen).is_dir():
         files += copy_tokenizer(Path(chosen), to)
     elif tokenizer is not None:
@@ -70,15 +70,23 @@ def execute(args: argparse.Namespace) -> int:
 
 def _ends(chosen: Path | None, end: int | None) -> dict:
     """The tokens at which a text begins and ends: those of an imported model, or what ends a document."""
-    file = None if chosen is None else chosen / "generation_config.json"
+    theirs = {} if chosen is None else _object(chosen / "generation_config.json")
+    return {name: theirs.get(name, end) for name in ("bos_token_id", "eos_token_id")}
+
+
+def _object(file: Path) -> dict:
+    """What a JSON file of an imported model says; nothing if it is not there."""
     try:
-        theirs = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
-        if not isinstance(theirs, dict):
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if not isinstance(found, dict):
             raise ValueError("not an object")
     except ValueError as error:
-        rule, fix = "A generation_config.json must be a JSON object.", "download it again, or remove it"
+        rule, fix = (
+            f"The {file.name} of a run must be a JSON object.",
+            "copy it from the imported folder again, or remove it",
+        )
         raise UserError(rule, seen=error, where=str(file), fix=fix) from None
-    return {name: theirs.get(name, end) for name in ("bos_token_id", "eos_token_id")}
+    return found
 
 
 def _positions(run: "Run", asked: int | None) -> int:
