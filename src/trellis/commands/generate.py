@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis generate`."""
-    from trellis.models.generate import Sampling, sample
+    from trellis.models.generate import Sampling, check_tokens, sample
     from trellis.train.assemble import assemble
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
@@ -83,6 +83,8 @@ def execute(args: argparse.Namespace) -> int:
             fix="set data.tokenizer there to a tokenizer.json"
             + ("" if run.data.tokenizer is None else ", or put the model's own in that folder"),
         )
+    asked = tokenizer.encode_markup(args.prompt) if args.prompt else [tokenizer.end_of_document]
+    check_tokens(asked, run.model.vocab, "--prompt")
     state, _ = restore_model(assembled, folder, step=step)
     how = {"new_tokens": args.tokens, "sampling": sampling, "seed": args.seed, "count": args.samples}
     with assembled.layout:

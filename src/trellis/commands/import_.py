@@ -1,6 +1,7 @@
 """`trellis import`: a Hugging Face folder to a run."""
 
 import argparse
+import contextlib
 import dataclasses
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ def execute(args: argparse.Namespace) -> int:
     import jax
 
     from trellis.checkpoints.checkpoints import Checkpoints
+    from trellis.data import load_tokenizer
     from trellis.hub import Folder, copy_tokenizer
     from trellis.models import FAMILIES
     from trellis.run.data import EmbeddedSource
@@ -61,6 +63,9 @@ def execute(args: argparse.Namespace) -> int:
         print(f"left out {source.left_out} tensors of layers that predict tokens after the next one")
     if unknown and not whole:
         print(f"no tokenizer: there is no tokenizer.json; put the model's own in {theirs}")
+    with contextlib.suppress(UserError):  # it may have no end of a document; only texts need one
+        if whole and (size := load_tokenizer(str(theirs)).vocab_size) > run.model.vocab:
+            print(f"the tokenizer has {size:,} token ids, and the model {run.model.vocab:,}: text with more is refused")
     ids = getattr(run.data.source, "vocab", 0)
     if ids > run.model.vocab:
         print(f"no text: that of the recipe has {ids:,} token ids, and the model {run.model.vocab:,}")

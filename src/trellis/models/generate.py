@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -149,13 +150,8 @@ def generate(
             fix="continue them one at a time",
         )
     (length,), vocab = lengths, model.config.vocab
-    if unknown := next((token for prompt in prompts for token in prompt if not 0 <= token < vocab), None):
-        raise UserError(
-            "Every token of a prompt must be in the model's vocabulary.",
-            seen=f"token {unknown}, vocab={vocab}",
-            where="generate",
-            fix="the tokenizer has more tokens than the model: write a prompt without those, such as added markers",
-        )
+    for prompt in prompts:
+        check_tokens(prompt, vocab, "generate")
     positions = model.config.positions
     if positions is not None and length + new_tokens > positions:
         raise UserError(
@@ -176,6 +172,26 @@ def generate(
         with layout:
             out = _program(model, rows, jnp.int32(length), key, new_tokens, sampling, stop, first)
     return jax.device_get(out.addressable_data(0)).tolist()
+
+
+def check_tokens(tokens: Iterable[int], vocab: int, where: str) -> None:
+    """Refuses tokens of a prompt that a model of `vocab` tokens does not have: its table has no rows for them.
+
+    Args:
+        tokens: of a prompt.
+        vocab: how many the model has.
+        where: for the message.
+
+    Raises:
+        UserError: naming the first.
+    """
+    if unknown := next((token for token in tokens if not 0 <= token < vocab), None):
+        raise UserError(
+            "Every token of a prompt must be in the model's vocabulary.",
+            seen=f"token {unknown}, vocab={vocab}",
+            where=where,
+            fix="the tokenizer has more tokens than the model: write a prompt without those, such as added markers",
+        )
 
 
 def _layout(layout: Layout | None, batch: int, layers: str) -> Layout | None:
