@@ -203,7 +203,7 @@ def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, c
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(run_folder, tmp_path, capsys, monkeypatch):
-    """The import says so, and every command refuses such tokens before it restores a model: a gather would clamp them."""
+    """The import says so, and every command refuses such tokens before it restores a model: gathers clamp them."""
     from tokenizers import Tokenizer
 
     main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
@@ -225,7 +225,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(run_folder, tmp_path, capsy
         assert "without the tokens from 257 on" in there
 
 
-def test_what_an_import_does_not_use_is_kept_for_an_export(run_folder, tmp_path, capsys):
+def test_what_an_import_does_not_use_is_kept_for_an_export(run_folder, tmp_path, capsys, monkeypatch):
     main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
     ends = {"bos_token_id": 3, "eos_token_id": [256, 4]}
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(ends))
@@ -240,8 +240,11 @@ def test_what_an_import_does_not_use_is_kept_for_an_export(run_folder, tmp_path,
     assert "training here drops nothing of what these say, and an export says it again: attention_dropout 0.25" in (
         capsys.readouterr().out
     )
+    ended = {}
+    monkeypatch.setattr("trellis.models.generate.sample", lambda *_, **how: ended.update(how) or [""])
+    assert main(["generate", str(tmp_path / "run")]) == 0 and ended["ends"] == [256, 4]
     (tmp_path / "run" / "tokenizer" / "generation_config.json").write_text("[]")
-    assert "The generation_config.json of a run must be a JSON object." in refused(
+    assert "The folder's .json files must be valid JSON, an object each." in refused(
         capsys, "export", str(tmp_path / "run"), "--to", str(tmp_path / "again")
     )
 

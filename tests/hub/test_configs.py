@@ -66,7 +66,7 @@ def test_what_training_drops(kind):
     own = {"resid_pdrop", "embd_pdrop"} if kind == "gpt2" else set()
     assert family.dropped_in(contents(kind)) == {}
     assert family.dropped_in(shares) == {name: 0.25 for name in names if name not in own} != {}
-    assert read(kind, contents(kind) | {name: 0.25 for name in family.dropped}) == BY_TYPE[kind]
+    assert read(kind, contents(kind) | dict.fromkeys(family.dropped, 0.25)) == BY_TYPE[kind]
     for wrong in ("0.1", 1.5, [0.1]):
         error = refused(kind, contents(kind) | {names[-1]: wrong} | dict.fromkeys(own, 0.0))
         assert error.seen == f"{names[-1]}: {wrong!r}, which is no share from 0 to 1"

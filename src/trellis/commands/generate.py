@@ -47,7 +47,14 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.train.assemble import assemble
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
-    from trellis.train.restoring import for_use, model_in_use, open_checkpoint, restore_model, tokenizer_of
+    from trellis.train.restoring import (
+        for_use,
+        generation_config,
+        model_in_use,
+        open_checkpoint,
+        restore_model,
+        tokenizer_of,
+    )
 
     folder = Path(args.folder)
     check_counts(args, "tokens", "samples", "devices", "top-k")
@@ -87,6 +94,8 @@ def execute(args: argparse.Namespace) -> int:
     check_tokens(asked, run.model.vocab, "--prompt")
     state, _ = restore_model(assembled, folder, step=step)
     how = {"new_tokens": args.tokens, "sampling": sampling, "seed": args.seed, "count": args.samples}
+    theirs = generation_config(run).get("eos_token_id")
+    how["ends"] = [end for end in (theirs if isinstance(theirs, list) else [theirs]) if type(end) is int]
     with assembled.layout:
         texts = sample(model_in_use(assembled, state), tokenizer, args.prompt, **how)
     print("\n\n".join(texts))
