@@ -94,12 +94,22 @@ def test_the_standard_library_is_the_default(tmp_path, monkeypatch):
     assert open_store(tmp_path / "o").num_documents == 2
 
 
-def test_chat(tmp_path):
+def test_chat(tmp_path, capsys):
     talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "in.jsonl").write_text(json.dumps(talk))
     assert main(["tokenize", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "o"), "--bytes", "--chat",
                  "--workers", "0"]) == 0  # fmt: skip
-    assert open_store(tmp_path / "o").has_loss_mask
+    store = open_store(tmp_path / "o")
+    assert store.has_loss_mask
+    assert "the tokenizer has no <|im_start|>: what begins and ends a message is written as text" in (
+        capsys.readouterr().out
+    )
+    marked = json.loads(store.tokenizer().json)
+    marked["added_tokens"] += [marked["added_tokens"][0] | {"id": 257, "content": "<|im_start|>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(marked))
+    assert main(["tokenize", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "p"), "--chat", "--workers", "0",
+                 "--tokenizer", str(tmp_path / "tokenizer.json")]) == 0  # fmt: skip
+    assert "<|im_start|>" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

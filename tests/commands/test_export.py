@@ -202,17 +202,49 @@ def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, c
     assert not (tmp_path / "back" / "tokenizer.json").exists()
 
 
-def test_the_ends_of_an_imported_models_texts_are_kept(run_folder, tmp_path, capsys):
+def test_a_tokenizer_with_more_tokens_than_the_model(run_folder, tmp_path, capsys, monkeypatch):
+    """The import says so, and every command refuses such tokens before it restores a model: gathers clamp them."""
+    from tokenizers import Tokenizer
+
+    main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
+    inner = Tokenizer.from_str(byte_tokenizer().json)
+    inner.add_special_tokens(["<|im_start|>"])
+    (tmp_path / "hf" / "tokenizer.json").write_text(inner.to_str())
+    (tmp_path / "text.txt").write_text("so much depends\n" * 99)
+    text, store, run = (str(tmp_path / name) for name in ("text.txt", "store", "run"))
+    main(["tokenize", text, "--out", store, "--tokenizer", str(tmp_path / "hf"), "--workers", "0"])
+    data = ["--data.source", "store", "--data.source.path", store, "--data.source.validation", store]
+    assert main(["import", str(tmp_path / "hf"), "--to", run, "--devices", "1", *data]) == 0
+    assert "the tokenizer has 258 token ids, and the model 257: text with more is refused" in capsys.readouterr().out
+    monkeypatch.setattr("trellis.train.restoring.Checkpoints", None)
+    there = refused(capsys, "generate", run, "--prompt", "<|im_start|>user")
+    assert "Every token of a prompt must be in the model's vocabulary." in there and "where: --prompt" in there
+    for command in ("train", "evaluate"):
+        there = refused(capsys, command, run)
+        assert "seen:  258 ids in the store, 257 in the model" in there
+        assert "without the tokens from 257 on" in there
+
+
+def test_what_an_import_does_not_use_is_kept_for_an_export(run_folder, tmp_path, capsys, monkeypatch):
     main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
     ends = {"bos_token_id": 3, "eos_token_id": [256, 4]}
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(ends))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.25, "use_cache": False}))
     assert main(["import", str(tmp_path / "hf"), "--to", str(tmp_path / "run"), "--devices", "1"]) == 0
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "back"), "--dtype", "float32"]) == 0
     assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == ends
     hub = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {name: hub[name] for name in ends} == ends
+    assert hub["attention_dropout"] == 0.25 and "use_cache" not in hub
+    assert "training here drops nothing of what these say, and an export says it again: attention_dropout 0.25" in (
+        capsys.readouterr().out
+    )
+    ended = {}
+    monkeypatch.setattr("trellis.models.generate.sample", lambda *_, **how: ended.update(how) or [""])
+    assert main(["generate", str(tmp_path / "run")]) == 0 and ended["ends"] == [256, 4]
     (tmp_path / "run" / "tokenizer" / "generation_config.json").write_text("[]")
-    assert "A generation_config.json must be a JSON object." in refused(
+    assert "The folder's .json files must be valid JSON, an object each." in refused(
         capsys, "export", str(tmp_path / "run"), "--to", str(tmp_path / "again")
     )
 

@@ -115,6 +115,24 @@ def test_broken_conversations(tmp_path, messages, seen):
     assert raised.value.rule == "Every document must be readable." and raised.value.seen == seen
 
 
+@pytest.mark.parametrize("name", ["tools", "functions"])
+def test_tools_beside_a_conversation(tmp_path, name):
+    record = {"messages": [{"role": "assistant", "content": "a"}], "parallel_tool_calls": False}
+    (tmp_path / "in.jsonl").write_text(json.dumps(record | {name: [{"name": "look"}]}))
+    with pytest.raises(UserError) as raised:
+        chat_store(tmp_path / "in.jsonl")
+    assert raised.value.seen == f"it has `{name}`, which are not written out: only messages are"
+    (tmp_path / "in.jsonl").write_text(json.dumps(record | {name: []}))
+    assert chat_store(tmp_path / "in.jsonl").num_documents == 1
+
+
+def test_content_in_parts(tmp_path):
+    parts = [{"type": "text", "text": "a"}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    with pytest.raises(UserError, match="message 1 is not an object with a string `content`"):
+        chat_store(tmp_path / "in.jsonl")
+
+
 def test_a_tokenizer_that_cuts_or_fills_up_texts(path, tmp_path):
     import tokenizers
 

@@ -187,8 +187,13 @@ def test_a_document_ends():
     model = jax.tree.map(lambda x: x, model)
     object.__setattr__(model, "unembedding_bias", bias.with_array(bias.array.at[0].set(1e4)))
     assert sample(model, Letters(), "HELLO", new_tokens=9, count=2) == ["HELLO", "HELLO"]
-    rows = generate(model, PROMPTS, new_tokens=9, sampling=GREEDY, key=jax.random.key(0), stop=0)
+    rows = generate(model, PROMPTS, new_tokens=9, sampling=GREEDY, key=jax.random.key(0), stop=[0])
     assert rows == [[0] * 9] * 2
+    # Of several tokens that end a text any does, and the rest of a row is the first of them.
+    object.__setattr__(model, "unembedding_bias", bias.with_array(bias.array.at[7].set(1e4)))
+    assert sample(model, Letters(), "HELLO", new_tokens=9, count=2, ends=[7]) == ["HELLO", "HELLO"]
+    rows = generate(model, PROMPTS, new_tokens=9, sampling=GREEDY, key=jax.random.key(0), stop=[0, 7])
+    assert rows == [[7] + [0] * 8] * 2
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,6 @@ def execute(args: argparse.Namespace) -> int:
         fix = "use --devices 1, or a number that divides it"
         where = error.where if args.devices is None else "--devices"
         raise UserError(error.rule, seen=error.seen, where=where, fix=fix) from None
-    state, step = restore_model(assembled, folder, step=chosen)
     corpus = open_corpus(run)
     if not corpus.validation:
         raise UserError(
@@ -56,6 +55,7 @@ def execute(args: argparse.Namespace) -> int:
             where=args.folder,
             fix="name one in the run's data, as `validation:`",
         )
+    state, step = restore_model(assembled, folder, step=chosen)
     with assembled.layout:
         evaluate = Evaluator(corpus.validation, assembled.options, assembled.batch_sharding)
         values = {name: float(value) for name, value in evaluate(state).items()}

@@ -1,7 +1,6 @@
 """`trellis export`."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,10 +34,11 @@ def execute(args: argparse.Namespace) -> int:
     import jax
 
     from trellis.hardware.platform import choose_platform
-    from trellis.hub import copy_tokenizer, write_folder, write_tokenizer
+    from trellis.hub import copy_tokenizer, read_json, write_folder, write_tokenizer
     from trellis.models import FAMILIES
+    from trellis.run.folder import IMPORTED
     from trellis.train.assemble import assemble
-    from trellis.train.restoring import checkpoint_reader, for_use, open_checkpoint, tokenizer_of
+    from trellis.train.restoring import checkpoint_reader, for_use, generation_config, open_checkpoint, tokenizer_of
 
     folder, to = Path(args.folder), Path(args.to)
     run, at = open_checkpoint(folder, args.step)
@@ -50,11 +50,12 @@ def execute(args: argparse.Namespace) -> int:
     if tokenizer is None:
         print("no tokenizer: the run's data has none")
     step, read = checkpoint_reader(folder, run, assembled.abstract, step=at)
-    more = _ends(None if chosen is None else Path(chosen), None if tokenizer is None else tokenizer.end_of_document)
-    model = assembled.abstract.model
-    files = write_folder(
-        to, FAMILIES[run.model.family], run.model, model, read, dtype=args.dtype, positions=positions, more=more
-    )
+    theirs, end = generation_config(run), None if tokenizer is None else tokenizer.end_of_document
+    more = {name: theirs.get(name, end) for name in ("bos_token_id", "eos_token_id")}  # at which a text begins and ends
+    family, model = FAMILIES[run.model.family], assembled.abstract.model
+    if (folder / IMPORTED).is_file():
+        more |= family.dropped_in(dict.fromkeys(family.dropped, 0.0) | read_json(folder / IMPORTED))
+    files = write_folder(to, family, run.model, model, read, dtype=args.dtype, positions=positions, more=more)
     if chosen is not None and Path(chosen).is_dir():
         files += copy_tokenizer(Path(chosen), to)
     elif tokenizer is not None:
@@ -66,19 +67,6 @@ def execute(args: argparse.Namespace) -> int:
     for file in files:
         print(f"  {file.stat().st_size:>14,}  {file}")
     return 0
-
-
-def _ends(chosen: Path | None, end: int | None) -> dict:
-    """The tokens at which a text begins and ends: those of an imported model, or what ends a document."""
-    file = None if chosen is None else chosen / "generation_config.json"
-    try:
-        theirs = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
-        if not isinstance(theirs, dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        rule, fix = "A generation_config.json must be a JSON object.", "download it again, or remove it"
-        raise UserError(rule, seen=error, where=str(file), fix=fix) from None
-    return {name: theirs.get(name, end) for name in ("bos_token_id", "eos_token_id")}
 
 
 def _positions(run: "Run", asked: int | None) -> int:

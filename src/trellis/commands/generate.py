@@ -43,11 +43,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis generate`."""
-    from trellis.models.generate import Sampling, sample
+    from trellis.models.generate import Sampling, check_tokens, sample
     from trellis.train.assemble import assemble
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
-    from trellis.train.restoring import for_use, model_in_use, open_checkpoint, restore_model, tokenizer_of
+    from trellis.train.restoring import (
+        for_use,
+        generation_config,
+        model_in_use,
+        open_checkpoint,
+        restore_model,
+        tokenizer_of,
+    )
 
     folder = Path(args.folder)
     check_counts(args, "tokens", "samples", "devices", "top-k")
@@ -83,8 +90,12 @@ def execute(args: argparse.Namespace) -> int:
             fix="set data.tokenizer there to a tokenizer.json"
             + ("" if run.data.tokenizer is None else ", or put the model's own in that folder"),
         )
+    asked = tokenizer.encode_markup(args.prompt) if args.prompt else [tokenizer.end_of_document]
+    check_tokens(asked, run.model.vocab, "--prompt")
     state, _ = restore_model(assembled, folder, step=step)
     how = {"new_tokens": args.tokens, "sampling": sampling, "seed": args.seed, "count": args.samples}
+    theirs = generation_config(run).get("eos_token_id")
+    how["ends"] = [end for end in (theirs if isinstance(theirs, list) else [theirs]) if type(end) is int]
     with assembled.layout:
         texts = sample(model_in_use(assembled, state), tokenizer, args.prompt, **how)
     print("\n\n".join(texts))

@@ -1,7 +1,9 @@
 """`trellis import`: a Hugging Face folder to a run."""
 
 import argparse
+import contextlib
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ def execute(args: argparse.Namespace) -> int:
     import jax
 
     from trellis.checkpoints.checkpoints import Checkpoints
+    from trellis.data import load_tokenizer
     from trellis.hub import Folder, copy_tokenizer
     from trellis.models import FAMILIES
     from trellis.run.data import EmbeddedSource
-    from trellis.run.folder import claim, new_folder
+    from trellis.run.folder import IMPORTED, claim, new_folder
     from trellis.train.assemble import assemble
     from trellis.train.devices import find_devices
 
@@ -47,15 +50,22 @@ def execute(args: argparse.Namespace) -> int:
     state = _first_state(assembled, source)
     claim(folder, run)
     copy_tokenizer(source.path, theirs)
+    shutil.copy(source.path / "config.json", folder / IMPORTED)
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(state.model))
     with Checkpoints(folder / "checkpoints", copy=(folder / "run.yaml",), host_bytes=largest) as saved:
         saved.save(0, state, data={"tokens": 0})
     count = sum(leaf.size for leaf in jax.tree.leaves(state.model))
     print(f"{source.hub['model_type']} of {count:,} parameters\nfolder   {folder}")
+    if dropped := source.family.dropped_in(source.hub):
+        shares = ", ".join(f"{name} {share:g}" for name, share in dropped.items())
+        print(f"training here drops nothing of what these say, and an export says it again: {shares}")
     if source.left_out:
         print(f"left out {source.left_out} tensors of layers that predict tokens after the next one")
     if unknown and not whole:
         print(f"no tokenizer: there is no tokenizer.json; put the model's own in {theirs}")
+    with contextlib.suppress(UserError):  # it may have no end of a document; only texts need one
+        if whole and (size := load_tokenizer(str(theirs)).vocab_size) > run.model.vocab:
+            print(f"the tokenizer has {size:,} token ids, and the model {run.model.vocab:,}: text with more is refused")
     ids = getattr(run.data.source, "vocab", 0)
     if ids > run.model.vocab:
         print(f"no text: that of the recipe has {ids:,} token ids, and the model {run.model.vocab:,}")

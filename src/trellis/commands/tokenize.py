@@ -66,6 +66,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis tokenize`."""
+    from trellis.data.tokenizing.chat import BEGINNING
     from trellis.data.tokenizing.sources import changed_since
     from trellis.data.tokenizing.tokenize import TRAIN_BYTES, tokenize
 
@@ -93,6 +94,8 @@ def execute(args: argparse.Namespace) -> int:
         f"{store.url}: {store.num_tokens:,} tokens in {store.num_documents:,} documents, vocabulary "
         f"{store.vocab_size:,}, {store.bytes_per_token:.2f} bytes a token"
     )
+    if args.chat and len(store.tokenizer().encode_markup(BEGINNING)) > 1:
+        print(f"the tokenizer has no {BEGINNING}: what begins and ends a message is written as text")
     about = store.about
     if about["filtered"] or about["skipped"]:
         print(f"left out: {about['filtered']:,} by the filter, {about['skipped']:,} that could not be read")

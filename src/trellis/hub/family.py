@@ -9,7 +9,7 @@ from trellis.errors import UserError
 from trellis.hub.keys import Key
 
 # What every model here does, and `transformers` may be told not to do.
-_ALWAYS: Mapping[str, Any] = {"is_causal": True}
+_ALWAYS: Mapping[str, Any] = {"is_causal": True, "per_layer_config": None}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,8 @@ class Family:
         to_hub: the fields of `config.json`, from a configuration and the longest sequence.
         from_hub: our fields, from those of `config.json`.
         fixed: fields of `config.json` that must have these values, since our model has no others.
+        dropped: fields of `config.json` that say what share of something training drops, which our model keeps whole;
+            with what `transformers` takes for each if it is left out.
         defaults: what `transformers` takes for fields that `config.json` leaves out, if `from_hub` takes another value.
         zeros: tensors that a folder always has; zeros if our model has no such parameter.
         elsewhere: for folders that hold a tensor elsewhere: from its key to another key, and what to take there.
@@ -36,6 +38,7 @@ class Family:
     to_hub: Callable[[Any, int], dict]
     from_hub: Callable[[Mapping], dict]
     fixed: Mapping[str, Any]
+    dropped: Mapping[str, float] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     zeros: Sequence[Key] = ()
     elsewhere: Callable[[str], tuple[str, Callable]] | None = None
@@ -59,6 +62,11 @@ class Family:
             **self.to_hub(config, positions),
             **self.fixed,
         }
+
+    def dropped_in(self, hub: Mapping) -> dict[str, float]:
+        """The shares that training elsewhere drops and training here keeps, by their fields in `config.json`."""
+        given = {name: hub.get(name, default) or 0.0 for name, default in self.dropped.items()}
+        return {name: share for name, share in given.items() if share}
 
     def from_config_json(self, hub: Mapping, where: str) -> Any:
         """Our configuration, from the contents of `config.json`.
@@ -90,6 +98,9 @@ class Family:
                 )
         fix = "use the folder's config.json as `save_pretrained` writes it"
         rule = f"The configuration of a {self.model_type} must have values of the types that transformers writes."
+        for field, share in self.dropped_in(hub).items():
+            if type(share) not in (int, float) or not 0 <= share <= 1:
+                raise UserError(rule, seen=f"{field}: {share!r}, which is no share from 0 to 1", where=where, fix=fix)
         try:
             fields = self.from_hub({**self.defaults, **hub})
         except KeyError as error:

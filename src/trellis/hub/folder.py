@@ -72,7 +72,7 @@ class Folder:
                 where=str(config),
                 fix="use a folder that `save_pretrained` or `huggingface-cli download` wrote",
             )
-        self.hub = _json(config)
+        self.hub = read_json(config)
         self.family = family_in(families, self.hub, str(config))
         self.config: Any = self.family.from_config_json(self.hub, str(config))
         self.left_out = 0
@@ -214,7 +214,7 @@ class Folder:
 
     def _weight_map(self) -> dict[str, str]:
         if (self.path / INDEX).is_file():
-            found = _json(self.path / INDEX).get("weight_map")
+            found = read_json(self.path / INDEX).get("weight_map")
             if not isinstance(found, dict):
                 rule, fix = "An index of weight files must have a weight_map.", "download or export it again"
                 raise UserError(rule, seen="none", where=str(self.path / INDEX), fix=fix)
@@ -385,7 +385,12 @@ def _slices(names: tuple[str, ...], shape: tuple[int, ...], index: tuple) -> dic
     return {n: slice(*s.indices(size)[:2]) for n, size, s in zip(names, shape, index, strict=True)}
 
 
-def _json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The object in a JSON file of a folder.
+
+    Raises:
+        UserError: there is none in it.
+    """
     try:
         found, wrong = json.loads(path.read_text(encoding="utf-8")), None
     except ValueError as error:

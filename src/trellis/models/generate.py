@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +63,7 @@ def sample(
     sampling: Sampling = Sampling(),
     seed: int = 0,
     count: int = 1,
+    ends: Sequence[int] = (),
 ) -> list[str]:
     """Texts that begin with the prompt and go on until a document ends, `new_tokens` are made or positions run out.
 
@@ -78,6 +81,7 @@ def sample(
         sampling: how each is chosen.
         seed: of the choices.
         count: how many texts.
+        ends: tokens that end a text beside the one that ends a document, such as those that end a message.
 
     Raises:
         UserError: the prompt takes all positions that the model has, or has tokens that the model does not have.
@@ -88,18 +92,19 @@ def sample(
     positions = model.config.positions
     if positions is not None and len(ids) < positions:
         new_tokens = min(new_tokens, positions - len(ids))
+    stop = (tokenizer.end_of_document, *ends)
     new = generate(
         model,
         [ids] * count,
         new_tokens=new_tokens,
         sampling=sampling,
         key=jax.random.key(seed),
-        stop=tokenizer.end_of_document,
+        stop=stop,
         first=spaced,
     )
     texts = []
     for row in new:
-        made = row[: row.index(tokenizer.end_of_document)] if tokenizer.end_of_document in row else row
+        made = list(itertools.takewhile(lambda token: token not in stop, row))
         texts.append(tokenizer.decode((ids if prompt else []) + made))
     return texts
 
@@ -119,7 +124,7 @@ def generate(
     new_tokens: int,
     sampling: Sampling,
     key,
-    stop: int | None = None,
+    stop: Sequence[int] = (),
     first: np.ndarray | None = None,
 ) -> list[list[int]]:
     """New tokens after each prompt. Compiled once for prompts of similar length.
@@ -130,7 +135,8 @@ def generate(
         new_tokens: how many tokens are made.
         sampling: how each is chosen; the padding of a vocabulary never is.
         key: of the choices.
-        stop: after this token a row holds nothing else; generation ends when all rows have it.
+        stop: after one of these tokens a row holds nothing but the first of them; generation ends when all rows have
+            one.
         first: the tokens that may come first, `bool_["vocab"]`; None allows all.
 
     Returns:
@@ -149,13 +155,8 @@ def generate(
             fix="continue them one at a time",
         )
     (length,), vocab = lengths, model.config.vocab
-    if unknown := next((token for prompt in prompts for token in prompt if not 0 <= token < vocab), None):
-        raise UserError(
-            "Every token of a prompt must be in the model's vocabulary.",
-            seen=f"token {unknown}, vocab={vocab}",
-            where="generate",
-            fix="the tokenizer has more tokens than the model: write a prompt without those, such as added markers",
-        )
+    for prompt in prompts:
+        check_tokens(prompt, vocab, "generate")
     positions = model.config.positions
     if positions is not None and length + new_tokens > positions:
         raise UserError(
@@ -168,6 +169,7 @@ def generate(
         )
     padded = -(-length // _BUCKET) * _BUCKET
     padded = padded if positions is None else min(padded, positions)
+    stop = tuple(stop)
     rows = jnp.array([p + [0] * (padded - length) for p in prompts], jnp.int32)
     layout = _layout(current_layout(), len(prompts), model.layers.axis.name)
     if layout is None:
@@ -176,6 +178,26 @@ def generate(
         with layout:
             out = _program(model, rows, jnp.int32(length), key, new_tokens, sampling, stop, first)
     return jax.device_get(out.addressable_data(0)).tolist()
+
+
+def check_tokens(tokens: Iterable[int], vocab: int, where: str) -> None:
+    """Refuses tokens of a prompt that a model of `vocab` tokens does not have: its table has no rows for them.
+
+    Args:
+        tokens: of a prompt.
+        vocab: how many the model has.
+        where: for the message.
+
+    Raises:
+        UserError: naming the first.
+    """
+    if unknown := next((token for token in tokens if not 0 <= token < vocab), None):
+        raise UserError(
+            "Every token of a prompt must be in the model's vocabulary.",
+            seen=f"token {unknown}, vocab={vocab}",
+            where=where,
+            fix="the tokenizer has more tokens than the model: write a prompt without those, such as added markers",
+        )
 
 
 def _layout(layout: Layout | None, batch: int, layers: str) -> Layout | None:
@@ -191,14 +213,17 @@ def _layout(layout: Layout | None, batch: int, layers: str) -> Layout | None:
     return dataclasses.replace(layout, compute=dict(divides), strict=False, overlap=())
 
 
-def _run(model: LanguageModel, rows, length, key, new_tokens: int, sampling: Sampling, stop: int | None, allowed):
+def _run(model: LanguageModel, rows, length, key, new_tokens: int, sampling: Sampling, stop: tuple, allowed):
     """`i32["batch new"]`, on every device."""
     batch, padded = rows.shape
     hidden, cache = _prefill(model, named(rows, "batch pos"), padded + new_tokens)
     last = take(hidden, "pos", length - 1)
     key, first = jax.random.split(key)
     token = _choose(model, last, first, sampling, allowed)
-    out = jnp.full((batch, new_tokens), 0 if stop is None else stop, jnp.int32).at[:, 0].set(token)
+    out = jnp.full((batch, new_tokens), stop[0] if stop else 0, jnp.int32).at[:, 0].set(token)
+
+    def ends(token):
+        return functools.reduce(jnp.logical_or, [token == end for end in stop], jnp.zeros(batch, jnp.bool_))
 
     def goes_on(carry):
         i, token, *_, done = carry
@@ -209,14 +234,13 @@ def _run(model: LanguageModel, rows, length, key, new_tokens: int, sampling: Sam
         hidden, cache = _decode(model, named(token[:, None], "batch pos"), length + i - 1, cache)
         key, mine = jax.random.split(key)
         token = _choose(model, hidden["pos", 0], mine, sampling)
-        if stop is not None:
-            token = jnp.where(done, jnp.int32(stop), token)
-            done = done | (token == stop)
+        if stop:
+            token = jnp.where(done, jnp.int32(stop[0]), token)
+            done = done | ends(token)
         out = lax.dynamic_update_slice_in_dim(out, token[:, None], i, 1)
         return i + 1, token, out, cache, key, done
 
-    done = token == stop if stop is not None else jnp.zeros(batch, jnp.bool_)
-    return lax.while_loop(goes_on, step, (jnp.int32(1), token, out, cache, key, done))[2]
+    return lax.while_loop(goes_on, step, (jnp.int32(1), token, out, cache, key, ends(token)))[2]
 
 
 _program = named_jit(_run, static=(4, 5, 6))

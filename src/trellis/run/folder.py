@@ -23,6 +23,8 @@ _MAY_CHANGE = (
     "name", "steps", "mesh", "layout", "devices", "distributed", "checkpoints", "evaluation", "logging", "guard",
     "deadline", "profile", "microbatches", "cpu", "remat", "skip_nonfinite",
 )  # fmt: skip
+# The `config.json` of the folder that a run was imported from.
+IMPORTED = "imported.json"
 # How often a folder that is held is tried again, and the seconds between.
 _TRIES, _BETWEEN = 10, 0.05
 

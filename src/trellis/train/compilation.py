@@ -2,7 +2,10 @@
 
 import contextlib
 import os
-from collections.abc import Generator, Mapping
+import re
+import sys
+import warnings
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,7 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
     """Keeps compiled programs between runs. The environment variables of JAX's compilation cache take precedence.
 
     Programs for CPUs that would compute something else once loaded are compiled anew each time; if this JAX cannot be
-    told to do that, nothing is kept.
+    told to do that, nothing is kept. What cannot be written or read, as on a full disk, is told in one line.
 
     Args:
         folder: where they are kept; None takes the user's cache folder.
@@ -61,12 +64,36 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
         return
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") is None:
         path = Path(folder) if folder is not None else cache_folder("compiled")
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            print(f"compiled programs are not kept: {error}", file=sys.stderr)
+            jax.config.update("jax_enable_compilation_cache", False)
+            return
         jax.config.update("jax_compilation_cache_dir", str(path))
     if os.environ.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS") is None:
         # The small programs around a step take tenths of a second each to compile: keep them too.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     compilation_cache.reset_cache()  # JAX decides at its first compilation whether it has a cache
+    if not isinstance(warnings.showwarning, _TellOnce):
+        warnings.showwarning = _TellOnce(warnings.showwarning)
+
+
+class _TellOnce:
+    """Shows warnings, but JAX's about its cache, one for each program, as one line."""
+
+    _KINDS: Mapping[str, str] = {"writing": "compiled programs are not kept", "reading": "kept programs are not read"}
+
+    def __init__(self, show: Callable):
+        self._show, self._told = show, set()
+
+    def __call__(self, message: Warning | str, *where: Any, **more: Any) -> None:
+        found = re.match(r"Error (reading|writing) persistent compilation cache entry for '.*?': (.*)", str(message))
+        if found is None:
+            self._show(message, *where, **more)
+        elif found[1] not in self._told:
+            self._told.add(found[1])
+            print(f"{self._KINDS[found[1]]}: {found[2]}", file=sys.stderr)
 
 
 def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> dict[str, str]:

@@ -13,7 +13,7 @@ from trellis.checkpoints.manifest import finished_steps
 from trellis.data import Tokenizer, load_tokenizer
 from trellis.errors import UserError
 from trellis.files import typed
-from trellis.hub.folder import At
+from trellis.hub.folder import At, read_json
 from trellis.nn.parameters import Parameter
 from trellis.run.config import Run
 from trellis.run.folder import open_run
@@ -115,6 +115,16 @@ def tokenizer_of(run: Run) -> Tokenizer | None:
     if (named := run.data.tokenizer) is None:
         return open_corpus(run).tokenizer
     return None if Path(named).is_dir() and not (Path(named) / "tokenizer.json").exists() else load_tokenizer(named)
+
+
+def generation_config(run: Run) -> dict:
+    """What the folder of a run's tokenizer says about generating, as an imported one does; empty if it says nothing.
+
+    Raises:
+        UserError: it is not a JSON object.
+    """
+    file = None if run.data.tokenizer is None else Path(run.data.tokenizer) / "generation_config.json"
+    return read_json(file) if file is not None and file.is_file() else {}
 
 
 def checkpoint_reader(

@@ -115,7 +115,8 @@ def check_vocabulary(store: TokenStore, vocab_size: int) -> None:
             "The model's vocabulary must include every token id of the store.",
             seen=f"{store.vocab_size:,} ids in the store, {vocab_size:,} in the model",
             where=store.url,
-            fix=f"use --model.vocab {store.vocab_size} or more",
+            fix=f"use --model.vocab {store.vocab_size} or more; for a model that was imported, import and tokenize "
+            f"with a tokenizer.json without the tokens from {vocab_size} on",
         )
 
 

@@ -5,10 +5,15 @@ import numpy as np
 from trellis.errors import UserError
 from trellis.files import is_utf8
 
+BEGINNING = "<|im_start|>"
 ROLES = ("system", "user", "assistant", "tool")
 # What a message may say beside its content. It would not be written out, and a model would learn a conversation in
 # which it is missing.
 _UNWRITTEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+
+
+# What a record may say beside its messages: what tools there are to call. It belongs into a message.
+_UNWRITTEN_BESIDE = ("tools", "functions")
 
 
 def turn_texts(role: str) -> tuple[str, str]:
@@ -17,11 +22,15 @@ def turn_texts(role: str) -> tuple[str, str]:
     >>> turn_texts("user")
     ('<|im_start|>user\\n', '<|im_end|>\\n')
     """
-    return f"<|im_start|>{role}\n", "<|im_end|>\n"
+    return f"{BEGINNING}{role}\n", "<|im_end|>\n"
 
 
-def check_messages(messages: object) -> str | None:
+def check_messages(messages: object, beside: object = None) -> str | None:
     """What is wrong with a conversation, or None.
+
+    Args:
+        messages: the conversation.
+        beside: the object that it is in.
 
     >>> check_messages([{"role": "user", "content": "hi"}])
     >>> check_messages([{"role": "you", "content": "hi"}])
@@ -29,6 +38,8 @@ def check_messages(messages: object) -> str | None:
     """
     if not isinstance(messages, list) or not messages:
         return "a conversation is a list of messages"
+    if isinstance(beside, dict) and (name := next((name for name in _UNWRITTEN_BESIDE if beside.get(name)), None)):
+        return f"it has `{name}`, which are not written out: only messages are"
     for i, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             return f"message {i} is not an object with a string `content`"

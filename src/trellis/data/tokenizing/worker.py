@@ -128,18 +128,16 @@ class Encoder:
         return numbers, records
 
     def _text(self, record):
+        value, holder = record, None
         if not isinstance(record, str):
-            value = record
             for key in self._job.field.split("."):
                 if not isinstance(value, dict):
                     return None, f"not an object: {str(value)[:40]!r}"
                 if key not in value:
                     return None, f"no field {self._job.field!r} among {', '.join(map(repr, list(value)[:8]))}"
-                value = value[key]
-        else:
-            value = record
+                value, holder = value[key], value
         if self._job.chat:
-            return value, check_messages(value)
+            return value, check_messages(value, holder)
         if not isinstance(value, str):
             return None, f"field {self._job.field!r} is {type(value).__name__}, not a string"
         return (value, None) if is_utf8(value) else (None, "not UTF-8: half of a surrogate pair")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from trellis import UserError
 from trellis.hub import Family, Key
 from trellis.models.deepseek_v3.deepseek_v3 import DeepseekV3Config
-from trellis.models.llama.hub import KEYS, from_hub, to_hub
+from trellis.models.llama.hub import DROPPED, KEYS, from_hub, to_hub
 from trellis.models.mixtral.hub import refuse_others
 from trellis.models.qwen3_moe.hub import fused
 from trellis.nn.moe import Routing
@@ -129,6 +129,7 @@ FAMILY = Family(
     keys=_keys,
     to_hub=_to_hub,
     from_hub=_from_hub,
-    fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "rope_interleave": True},
+    fixed={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
+    dropped=DROPPED,
     elsewhere=fused,
 )

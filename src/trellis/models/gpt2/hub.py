@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from trellis import UserError
 from trellis.hub import Family, Key
 from trellis.models.gpt2.gpt2 import GPT2Config
 
@@ -43,6 +44,14 @@ def _to_hub(config: GPT2Config, positions: int) -> dict:
 
 
 def _from_hub(hub: Mapping) -> dict:
+    after, before = (hub.get(name, 0.1) for name in ("resid_pdrop", "embd_pdrop"))
+    if after != before:
+        raise UserError(
+            "A GPT-2 must drop the same share after its table of tokens as after attention and feed-forward layers.",
+            seen=f"embd_pdrop: {before}, resid_pdrop: {after}",
+            where="config.json",
+            fix="give both the share that training is to drop; nothing else reads them",
+        )
     return {
         "vocab": hub["vocab_size"],
         "positions": hub["n_positions"],
@@ -51,7 +60,7 @@ def _from_hub(hub: Mapping) -> dict:
         "heads": hub["n_head"],
         "mlp": hub.get("n_inner") or 4 * hub["n_embd"],
         "norm_eps": hub.get("layer_norm_epsilon", 1e-5),
-        "dropout": hub.get("resid_pdrop", 0.1),
+        "dropout": after,
         "scale_by_inverse_layer": hub.get("scale_attn_by_inverse_layer_idx", False),
         "upcast_attention": hub.get("reorder_and_upcast_attn", False),
     }
@@ -65,4 +74,5 @@ FAMILY = Family(
     to_hub=_to_hub,
     from_hub=_from_hub,
     fixed={"activation_function": "gelu_new", "scale_attn_weights": True, "tie_word_embeddings": True},
+    dropped={"attn_pdrop": 0.1},
 )

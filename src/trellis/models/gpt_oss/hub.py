@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from trellis import UserError
 from trellis.hub import Family, Key
 from trellis.models.gpt_oss.gpt_oss import GptOssConfig
-from trellis.models.llama.hub import KEYS, from_hub, to_hub
+from trellis.models.llama.hub import DROPPED, KEYS, from_hub, to_hub
 from trellis.models.mixtral.hub import refuse_others
 from trellis.nn.moe import Routing
 
@@ -66,7 +66,7 @@ def _from_hub(hub: Mapping) -> dict:
     if not (hub.get("rope_parameters") or hub.get("rope_scaling")):  # versions of transformers differ in what they take
         raise KeyError("rope_parameters")
     return {
-        **from_hub({**hub, "layer_types": None}),
+        **from_hub({**hub, "layer_types": None, "sliding_window": None}),
         "window": hub["sliding_window"],
         "swiglu_limit": hub.get("swiglu_limit", 7.0),
         "experts": hub["num_local_experts"],
@@ -82,6 +82,7 @@ FAMILY = Family(
     keys=_KEYS,
     to_hub=_to_hub,
     from_hub=_from_hub,
-    fixed={"hidden_act": "silu", "attention_bias": True, "attention_dropout": 0.0, "swiglu_alpha": 1.702},
+    fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
+    dropped=DROPPED,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 150_000.0},
 )

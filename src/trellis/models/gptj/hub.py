@@ -23,6 +23,7 @@ _KEYS = {
     "unembedding": Key("lm_head.weight", "vocab embed"),
     "unembedding_bias": Key("lm_head.bias", "vocab"),
 }
+_DROPPED = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def _to_hub(config: GPTJConfig, positions: int) -> dict:
@@ -42,9 +43,7 @@ def _to_hub(config: GPTJConfig, positions: int) -> dict:
         "n_inner": config.mlp,
         "rotary_dim": config.rotary_dim,
         "layer_norm_epsilon": config.norm_eps,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "attn_pdrop": 0.0,
+        **_DROPPED,
     }
 
 
@@ -69,5 +68,6 @@ FAMILY = Family(
     to_hub=_to_hub,
     from_hub=_from_hub,
     fixed={"activation_function": "gelu_new", "tie_word_embeddings": False},
+    dropped=_DROPPED,
     zeros=(_KEYS["unembedding_bias"],),
 )

@@ -73,14 +73,7 @@ def to_hub(config, positions: int) -> dict:
 
 def from_hub(hub: Mapping) -> dict:
     heads, rope = hub["num_attention_heads"], _rope(hub)
-    kinds = hub.get("layer_types") or ()
-    if other := sorted(set([kinds] if isinstance(kinds, str) else kinds) - {"full_attention"}):
-        raise UserError(
-            "Every layer must attend to all earlier positions here.",
-            seen=f"layer_types: {', '.join(other)}",
-            where="config.json",
-            fix="use a model whose layer_types are all full_attention",
-        )
+    _check_sees_all(hub)
     return {
         "vocab": hub["vocab_size"],
         "embed": hub["hidden_size"],
@@ -94,6 +87,23 @@ def from_hub(hub: Mapping) -> dict:
         "norm_eps": hub.get("rms_norm_eps", 1e-6),
         "tie_embeddings": hub.get("tie_word_embeddings", False),
     }
+
+
+def _check_sees_all(hub: Mapping) -> None:
+    """Refuses layers that attend to some of the earlier positions: by their kinds, or by a window, which the caches of
+    transformers heed in every family, unless a field says that it has no use."""
+    kinds = hub.get("layer_types") or ()
+    windows = () if "use_sliding_window" in hub else ("sliding_window", "attention_chunk_size")
+    seen = [f"{name}: {hub[name]}" for name in windows if hub.get(name) is not None]
+    if other := sorted(set([kinds] if isinstance(kinds, str) else kinds) - {"full_attention"}):
+        seen = [f"layer_types: {', '.join(other)}"]
+    if seen:
+        raise UserError(
+            "Every layer must attend to all earlier positions here.",
+            seen=seen[0],
+            where="config.json",
+            fix="use a model whose layer_types are all full_attention, without a window",
+        )
 
 
 def _rope(hub: Mapping) -> dict:
@@ -111,6 +121,14 @@ def _rope(hub: Mapping) -> dict:
             seen=f"{name}: {older[name]} in rope_scaling, {newer[name]} in rope_parameters",
             where="config.json",
             fix="remove the one that does not hold",
+        )
+    share = ({"partial_rotary_factor": hub.get("partial_rotary_factor")} | older | newer)["partial_rotary_factor"]
+    if share not in (None, 1):
+        raise UserError(
+            "Rotary positions must rotate whole heads here.",
+            seen=f"partial_rotary_factor: {share}",
+            where="config.json",
+            fix="use a model without it",
         )
     length = hub.get("original_max_position_embeddings") or hub.get("max_position_embeddings")
     return ({"original_max_position_embeddings": length} if length else {}) | older | newer
@@ -170,6 +188,7 @@ def _yarn(rope: Mapping) -> YarnScaling:
 
 # What Llama and its descendants have in common.
 GATED = {"hidden_act": "silu", "attention_bias": False}
+DROPPED = {"attention_dropout": 0.0}
 
 FAMILY = Family(
     config=LlamaConfig,
@@ -179,4 +198,5 @@ FAMILY = Family(
     to_hub=to_hub,
     from_hub=from_hub,
     fixed=GATED | {"mlp_bias": False},
+    dropped=DROPPED,
 )

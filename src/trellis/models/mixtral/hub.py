@@ -8,7 +8,7 @@ import numpy as np
 
 from trellis import UserError
 from trellis.hub import Family, Key
-from trellis.models.llama.hub import KEYS, from_hub, to_hub
+from trellis.models.llama.hub import DROPPED, KEYS, from_hub, to_hub
 from trellis.models.mixtral.mixtral import MixtralConfig
 from trellis.nn.moe import Routing
 
@@ -87,6 +87,7 @@ FAMILY = Family(
     to_hub=_to_hub,
     from_hub=_from_hub,
     fixed={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
+    dropped=DROPPED,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     elsewhere=_fused,
 )

@@ -1,7 +1,7 @@
 """Qwen3's Hugging Face folders."""
 
 from trellis.hub import Family, Key
-from trellis.models.llama.hub import GATED, from_hub, to_hub
+from trellis.models.llama.hub import DROPPED, GATED, from_hub, to_hub
 from trellis.models.llama.hub import KEYS as _LLAMA
 from trellis.models.qwen3.qwen3 import Qwen3Config
 
@@ -18,4 +18,5 @@ FAMILY = Family(
     to_hub=to_hub,
     from_hub=from_hub,
     fixed=GATED | {"use_sliding_window": False},
+    dropped=DROPPED,
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from trellis.hub import Family, Key
-from trellis.models.llama.hub import GATED, from_hub, to_hub
+from trellis.models.llama.hub import DROPPED, GATED, from_hub, to_hub
 from trellis.models.mixtral.hub import refuse_others
 from trellis.models.qwen3.hub import KEYS
 from trellis.models.qwen3_moe.qwen3_moe import Qwen3MoeConfig
@@ -65,5 +65,6 @@ FAMILY = Family(
     to_hub=_to_hub,
     from_hub=_from_hub,
     fixed=GATED | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    dropped=DROPPED,
     elsewhere=fused,
 )
