@@ -138,11 +138,8 @@ class _Rows:
             reduction=_REDUCTIONS.get(operation.name, "sum"),
             same=self.repeats[operation],
             constant=self.constants.issuperset(operation.results),
-<<<<<<< HEAD
             turns=turns_written_out(operation.scope),
-=======
             added=added_at(operation),
->>>>>>> helper-a
             number=operation.number,
             made=made_at(operation),
             read=read_at(operation),
