@@ -9,6 +9,7 @@ region types say nothing, so the same rules carry states through it.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
@@ -104,7 +105,7 @@ class States:
             ("literal", str(value.literal.val)) if value.literal is not None else self.twins.setdefault(value, value)
             for value in operation.operands
         )
-        types = str([value.aval for value in operation.results])
+        types = tuple(_said(value.aval) for value in operation.results)
         alike = self.first.setdefault((operation.frame, operation.name, operands, types), [])
         # A loop's parameters are its body, which takes long to write out: only if everything else is the same.
         first = next((one for one in alike if self._written(one) == self._written(operation)), operation)
@@ -249,6 +250,11 @@ class States:
 
     def _count(self, axes) -> int:
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+
+@functools.lru_cache(4096)
+def _said(aval: Any) -> str:
+    return str(aval)
 
 
 def placed(axes, pending=frozenset(), copied=frozenset()) -> State:

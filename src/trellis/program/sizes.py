@@ -1,5 +1,6 @@
 """Types of a program's values: where they lie, and how much of them is on one device."""
 
+import functools
 import math
 
 import jax
@@ -15,12 +16,14 @@ def state_at(aval, *, auto: bool = False) -> State:
 
     `spec.partitions` is read, never the spec's items: JAX refuses to index a spec that has states.
     """
-    ndim = len(getattr(aval, "shape", ()))
-    sharding = getattr(aval, "sharding", None)
+    sharding, ndim = getattr(aval, "sharding", None), len(getattr(aval, "shape", ()))
     mesh = getattr(sharding, "mesh", None)
-    if mesh is None or mesh.empty:
-        return State("none", ((),) * ndim)
-    spec = sharding.spec
+    return State("none", ((),) * ndim) if mesh is None or mesh.empty else _state(sharding, ndim, auto)
+
+
+@functools.lru_cache(4096)  # a program has few of them, and reads them by the ten thousand
+def _state(sharding: jax.sharding.NamedSharding, ndim: int, auto: bool) -> State:
+    mesh, spec = sharding.mesh, sharding.spec
     kinds = (AxisType.Explicit, AxisType.Auto) if auto else (AxisType.Explicit,)
     known = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind in kinds}
     dims = [tuple(axis for axis in _axes(entry) if axis in known) for entry in spec.partitions]
@@ -40,6 +43,7 @@ def is_auto(aval) -> bool:
     return mesh is not None and AxisType.Auto in getattr(mesh, "axis_types", ())
 
 
+@functools.lru_cache(256)
 def itemsize(dtype) -> float:
     """Bytes of one element; random keys count as their two words, tangents of whole numbers as nothing."""
     if dtype == jax.dtypes.float0:
@@ -60,10 +64,17 @@ def local_shape(aval) -> tuple[int, ...]:
     sharding = getattr(aval, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty:
         return tuple(shape)
-    sizes = sharding.mesh.shape
-    for index, entry in enumerate(sharding.spec.partitions):
-        shape[index] = -(-shape[index] // math.prod(sizes.get(axis, 1) for axis in _axes(entry)))
+    for index, count in _counts(sharding):
+        shape[index] = -(-shape[index] // count)
     return tuple(shape)
+
+
+@functools.lru_cache(4096)
+def _counts(sharding: jax.sharding.NamedSharding) -> tuple[tuple[int, int], ...]:
+    """The dimensions that are sliced, and the slices of each."""
+    sizes = sharding.mesh.shape
+    counts = (math.prod(sizes.get(axis, 1) for axis in _axes(entry)) for entry in sharding.spec.partitions)
+    return tuple((index, count) for index, count in enumerate(counts) if count > 1)
 
 
 def local_bytes(aval) -> int:
