@@ -76,7 +76,7 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     compilation_cache.reset_cache()  # JAX decides at its first compilation whether it has a cache
     if warnings.showwarning not in _telling:
-        warnings.showwarning = _told_once(warnings.showwarning)
+        warnings.showwarning = _told_once(warnings.showwarning)  # ty: ignore[invalid-assignment]
         _telling.append(warnings.showwarning)
 
 
