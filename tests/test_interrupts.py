@@ -78,6 +78,24 @@ end_at_once_on_interrupt(3)
     assert (end.returncode, end.stdout, end.stderr) == (3, "done\n", "")
 
 
+def test_a_command_that_is_interrupted_ends_without_an_exit_of_pythons():
+    """Which takes XLA's client from threads that still compute: one evaluation in four was aborted."""
+    program = """
+import atexit, sys
+from trellis.commands import line
+
+def run(*_):
+    print("begun")
+    raise KeyboardInterrupt
+
+atexit.register(print, "exit")
+line._run, sys.argv = run, ["trellis", "evaluate"]
+line.main()
+"""
+    end = ended(program)
+    assert (end.returncode, end.stdout, end.stderr) == (130, "begun\n", "")
+
+
 def test_a_command_ends_although_a_thread_waits_for_ever():
     program = """
 import threading

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,16 @@ def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path, wide):
         checkpoints.wait()
         found = checkpoints.restore(target, step=0)
     np.testing.assert_array_equal(np.asarray(found.state["w"]), np.ones((512, 512), np.float32))
+
+
+def test_what_is_being_saved_is_what_is_restored(tmp_path, wide, monkeypatch):
+    """Not the one before it: the checkpoint under way is waited for."""
+    finish = Checkpoints._finish
+    monkeypatch.setattr(Checkpoints, "_finish", lambda *args: (time.sleep(0.2), finish(*args)))
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_on(wide))
+        assert checkpoints.restore(abstract(state_on(wide))).step == 2
 
 
 def test_the_rule_keeps_the_latest_and_every_kth(tmp_path, wide):

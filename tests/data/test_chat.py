@@ -122,8 +122,9 @@ def test_tools_beside_a_conversation(tmp_path, name):
     with pytest.raises(UserError) as raised:
         chat_store(tmp_path / "in.jsonl")
     assert raised.value.seen == f"it has `{name}`, which are not written out: only messages are"
-    (tmp_path / "in.jsonl").write_text(json.dumps(record | {name: []}))
-    assert chat_store(tmp_path / "in.jsonl").num_documents == 1
+    without = [record | {name: nothing} for nothing in ([], None, "[]", "")]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, without)))
+    assert chat_store(tmp_path / "in.jsonl").num_documents == 4
 
 
 def test_content_in_parts(tmp_path):

@@ -50,6 +50,14 @@ def test_what_the_terminal_shows(two):
     assert "optimizer.learning_rate  0.1   0.2" in said and "batch_size" not in said
 
 
+def test_a_loss_that_is_no_number_at_the_end_is_not_passed_over(two):
+    lines = (two[0] / "metrics.jsonl").read_text().splitlines()
+    lines = [re.sub(r'"loss": [\d.]+', '"loss": null', line) if i > 3 else line for i, line in enumerate(lines)]
+    (two[0] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    runs = [read_folder(folder) for folder in two]
+    assert "3.6000, then null" in text(runs) and "3.6000, then null" in page(runs)
+
+
 def test_time_is_that_of_each_step_counted_once(tmp_path):
     """Means of steps are over a second at least, so that a step of 0.9 s is in those of several lines."""
     runs = [make(tmp_path / name, rate=0.1, steps=3, tokens=10, seconds=0.4) for name in ("a", "b")]

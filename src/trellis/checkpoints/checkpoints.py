@@ -221,7 +221,7 @@ class Checkpoints:
         resizable: Mapping[str, int] | None = None,
         verify: bool = True,
     ) -> Restored | None:
-        """Reads the newest undamaged checkpoint onto the target's mesh.
+        """Reads the newest undamaged checkpoint onto the target's mesh, after waiting for one that is under way.
 
         Each process reads only what its devices hold. A damaged checkpoint is reported and set aside under another
         name, and the one before it is used.
@@ -241,6 +241,7 @@ class Checkpoints:
             UserError: a checkpoint does not fit the target, the requested one is absent, all are damaged, the target
                 does not give the sharding of its arrays, or a run that is training removes what is read.
         """
+        self.wait()
         arguments = (target, step, partial, dict(resizable or {}), verify)
         for _ in range(_TRIES - 1):
             try:

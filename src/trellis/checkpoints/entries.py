@@ -47,13 +47,15 @@ def entries(tree: Any) -> dict[str, Entry]:
     """Every leaf of `tree` by name, in the tree's order.
 
     A leaf is a `jax.Array`, a `jax.ShapeDtypeStruct`, or either inside a named array, whose axis names the entry keeps.
-    Typed random keys become their raw data. `None` is not a leaf.
+    Typed random keys become their raw data. `None` is not a leaf, nor are names around a tree without arrays.
 
     >>> list(entries({"params": {"w": jnp.zeros(2)}, "moments": [jnp.zeros(2), jnp.zeros(2)]}))
     ['moments/0', 'moments/1', 'params/w']
     """
     found: dict[str, Entry] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named):
+        if not jax.tree.leaves(leaf):
+            continue
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
         if name in found:
             raise UserError(

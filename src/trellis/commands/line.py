@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trellis.commands.command import Command
 from trellis.errors import TrellisError, UserError, did_you_mean
-from trellis.interrupts import end_at_once_on_interrupt, end_within, keep_interrupts
+from trellis.interrupts import end_at_once_on_interrupt, end_now, end_within, keep_interrupts
 
 if TYPE_CHECKING:
     from trellis.recipes.load import Loaded
@@ -35,6 +35,7 @@ def commands() -> dict[str, Command]:
 
 # A command that failed has this many seconds to end once it has said why.
 _LEFT = 5.0
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,13 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command and its words; None for those of this process, which then only runs the command.
     """
     if arguments is not None:
-        return _main(list(arguments))
+        try:
+            return _main(list(arguments))
+        except KeyboardInterrupt:
+            return _INTERRUPTED
     keep_interrupts()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal or a file may know fewer characters
             stream.reconfigure(errors="replace")
     gc.set_threshold(20_000, 20, 20)  # tracing makes millions of objects, which Python would scan too often
-    code = _main(sys.argv[1:])
+    try:
+        code = _main(sys.argv[1:])
+    except KeyboardInterrupt:
+        end_now(_INTERRUPTED)
     end_at_once_on_interrupt(code)
     if code:
         end_within(_LEFT, code)
@@ -87,8 +94,6 @@ def _main(arguments: list[str]) -> int:
         )
         print(f"trellis: {told}", file=sys.stderr)
         return told.exit_code
-    except KeyboardInterrupt:
-        return 130
     except (RuntimeError, MemoryError) as error:  # XLA's (only commands that compute load it), or Python's
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise

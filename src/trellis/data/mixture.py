@@ -60,7 +60,7 @@ class Mixture:
                     "Weights must be for known sources, with none negative and not all zero.",
                     seen=f"{dict(weights)} of {', '.join(self.stores)}",
                     where=f"Mixture.weights from step {step}",
-                    fix="name each source of `stores` with a weight",
+                    fix="name each source of `stores` with a weight, at least one of them above 0",
                 )
         if unread := [name for name in self.stores if not any(name in weights for _, weights in self.schedule)]:
             raise UserError(

@@ -315,6 +315,11 @@ def is_named(x) -> bool:
     return isinstance(x, NamedArray)
 
 
+def holds_none(x: NamedArray) -> bool:
+    """Whether there is a tree without arrays in the array's place, as Optax puts one where a rule is masked."""
+    return not jax.tree.leaves(x)
+
+
 def check_rank(x: NamedArray, what: str) -> None:
     """Checks the names against the array's rank: JAX's transformations remove dimensions and know nothing of names.
 
@@ -330,7 +335,7 @@ def check_rank(x: NamedArray, what: str) -> None:
         raise NamesError(
             f"a named array must have one name for each dimension, got {len(x.names)} names '{' '.join(x.names)}' for "
             f"{typeof(x.array)}, in {what}: use trellis.vmap and trellis.scan, since jax.vmap and jax.lax.scan know "
-            "no names"
+            "no names; trellis.optim.on_arrays for an optimizer that keeps arrays of other shapes"
         )
 
 

@@ -18,7 +18,7 @@ from trellis.mesh.meshes import MeshError
 from trellis.mesh.platform import are_cpus
 from trellis.mesh.reshard import place
 from trellis.named.arguments import function_of
-from trellis.named.array import NamedArray, check_rank, is_named
+from trellis.named.array import NamedArray, check_rank, holds_none, is_named
 from trellis.named.axis import NamesError
 from trellis.named.operand import in_order_here, on_mesh
 from trellis.notation import typeof
@@ -48,8 +48,8 @@ def shard(tree, which="params"):
     """Puts every named array of a tree where the layout in force says.
 
     Inside a program this is a reshard, outside a transfer to the devices. JAX's arrays without names are copied to
-    every device; anything else stays as it is. Without a layout everything stays: a model that calls it also runs on
-    one device.
+    every device; anything else stays as it is, such as names around nothing in the state of a masked optimizer. Without
+    a layout everything stays: a model that calls it also runs on one device.
 
     Args:
         tree: any tree.
@@ -67,6 +67,8 @@ def shard(tree, which="params"):
     def moved(x):
         if not is_named(x):
             return put(x, layout.sharding(())) if isinstance(x, jax.Array) and not is_tracer(x) else x
+        if holds_none(x):
+            return x
         check_rank(x, "shard")
         if x.slices:
             raise NamesError(
@@ -107,6 +109,8 @@ def abstract(tree, which="params"):
                 return x
             sharding = layout.sharding((None,) * len(x.shape)) if layout else None
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        if holds_none(x):
+            return x
         shape = tuple(x.array.shape)
         if layout is None:
             return NamedArray(jax.ShapeDtypeStruct(shape, x.dtype), x.names)

@@ -15,7 +15,7 @@ from trellis.optim.config import (
     Schedule,
 )
 from trellis.optim.finite import all_finite, select
-from trellis.optim.groups import decayed
+from trellis.optim.groups import decayed, on_arrays
 from trellis.optim.optimizer import learning_rate, make_optimizer
 from trellis.optim.schedules import learning_rates
 
@@ -37,5 +37,6 @@ __all__ = [
     "learning_rate",
     "learning_rates",
     "make_optimizer",
+    "on_arrays",
     "select",
 ]

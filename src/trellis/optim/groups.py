@@ -53,18 +53,30 @@ def by_group(
     return optax.GradientTransformation(init, update)
 
 
-def on_arrays(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A rule that gets arrays without names: its state has arrays of other shapes, which the names would not fit."""
+def on_arrays(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """A rule that gets arrays without names: its state has arrays of other shapes, which the names would not fit.
+
+    Those of Optax are `adafactor`, `novograd`, `sm3` and `zero_nans`, among others. Their state is copied to every
+    device.
+
+    >>> rule, params = on_arrays(optax.novograd(0.1)), {"w": tr.ones({"embed": 2})}
+    >>> updates, state = rule.update(params, rule.init(params), params)
+    >>> print(tr.typeof(updates["w"]))
+    f32[embed=2]
+
+    Args:
+        rule: an Optax transformation. What it asks for beside gradients and parameters, it gets without names too.
+    """
 
     def strip(tree: Any) -> Any:
         return jax.tree.map(lambda x: x.array if is_named(x) else x, tree, is_leaf=is_named)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        new, state = rule.update(strip(updates), state, strip(params))
+    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
+        new, state = optax.with_extra_args_support(rule).update(strip(updates), state, strip(params), **strip(more))
         arrays = jax.tree.leaves(new)
         return jax.tree.unflatten(jax.tree.structure(updates), arrays), state
 
-    return optax.GradientTransformation(lambda params: rule.init(strip(params)), update)
+    return optax.GradientTransformationExtraArgs(lambda params: rule.init(strip(params)), update)
 
 
 def decayed(params: Any, exclude: Sequence[str]) -> Any:

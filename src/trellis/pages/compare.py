@@ -213,8 +213,10 @@ def _at(xs: Sequence[float], values: Sequence[float | None], x: float) -> float 
 
 
 def _last(curve: Curve, name: str) -> str:
-    found = next((line[name] for line in reversed(curve.lines) if line.get(name) is not None), None)
-    return "" if found is None else f"{found:.4f}"
+    """The last known value. If the run went on without one, as after a loss that is no number, it says so."""
+    given = [line[name] for line in curve.lines if name in line]
+    known = [value for value in given if value is not None]
+    return (f"{known[-1]:.4f}" if known else "") + (", then null" if given and given[-1] is None else "")
 
 
 def _short(value: str) -> str:

@@ -75,25 +75,29 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
         # The small programs around a step take tenths of a second each to compile: keep them too.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     compilation_cache.reset_cache()  # JAX decides at its first compilation whether it has a cache
-    if not isinstance(warnings.showwarning, _TellOnce):
-        warnings.showwarning = _TellOnce(warnings.showwarning)
+    if warnings.showwarning not in _telling:
+        warnings.showwarning = _told_once(warnings.showwarning)  # ty: ignore[invalid-assignment]
+        _telling.append(warnings.showwarning)
 
 
-class _TellOnce:
-    """Shows warnings, but JAX's about its cache, one for each program, as one line."""
+_WORDS: Mapping[str, str] = {"writing": "compiled programs are not kept", "reading": "kept programs are not read"}
+# What `use_persistent_cache` has put in the place of `warnings.showwarning`.
+_telling: list[Callable] = []
 
-    _KINDS: Mapping[str, str] = {"writing": "compiled programs are not kept", "reading": "kept programs are not read"}
 
-    def __init__(self, show: Callable):
-        self._show, self._told = show, set()
+def _told_once(show: Callable) -> Callable:
+    """Shows warnings as `show` does, but JAX's about its cache, one for each program, as one line."""
+    told: set[str] = set()
 
-    def __call__(self, message: Warning | str, *where: Any, **more: Any) -> None:
+    def tell(message: Warning | str, *where: Any, **more: Any) -> None:
         found = re.match(r"Error (reading|writing) persistent compilation cache entry for '.*?': (.*)", str(message))
         if found is None:
-            self._show(message, *where, **more)
-        elif found[1] not in self._told:
-            self._told.add(found[1])
-            print(f"{self._KINDS[found[1]]}: {found[2]}", file=sys.stderr)
+            show(message, *where, **more)
+        elif found[1] not in told:
+            told.add(found[1])
+            print(f"{_WORDS[found[1]]}: {found[2]}", file=sys.stderr)
+
+    return tell
 
 
 def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> dict[str, str]:

@@ -12,8 +12,9 @@ ROLES = ("system", "user", "assistant", "tool")
 _UNWRITTEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
-# What a record may say beside its messages: what tools there are to call. It belongs into a message.
-_UNWRITTEN_BESIDE = ("tools", "functions")
+# What a record may say beside its messages: what tools there are to call. It belongs into a message. Tables hold it as
+# JSON, also where there is none.
+_UNWRITTEN_BESIDE, _NOTHING = ("tools", "functions"), ("[]", "{}", "null")
 
 
 def turn_texts(role: str) -> tuple[str, str]:
@@ -25,7 +26,7 @@ def turn_texts(role: str) -> tuple[str, str]:
     return f"{BEGINNING}{role}\n", "<|im_end|>\n"
 
 
-def check_messages(messages: object, beside: object = None) -> str | None:
+def check_messages(messages: object, beside: dict | None = None) -> str | None:
     """What is wrong with a conversation, or None.
 
     Args:
@@ -38,8 +39,9 @@ def check_messages(messages: object, beside: object = None) -> str | None:
     """
     if not isinstance(messages, list) or not messages:
         return "a conversation is a list of messages"
-    if isinstance(beside, dict) and (name := next((name for name in _UNWRITTEN_BESIDE if beside.get(name)), None)):
-        return f"it has `{name}`, which are not written out: only messages are"
+    for name in _UNWRITTEN_BESIDE:
+        if (told := (beside or {}).get(name)) and told not in _NOTHING:
+            return f"it has `{name}`, which are not written out: only messages are"
     for i, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             return f"message {i} is not an object with a string `content`"

@@ -21,7 +21,8 @@ def cross_entropy(logits: NamedArray, targets: NamedArray, over: str = "vocab") 
 
     Args:
         logits: `"... vocab"`, before the softmax. Those that are minus infinity are no choice.
-        targets: `i32["..."]`, positions along `over`.
+        targets: `i32["..."]`, positions along `over`. One that is no position, such as the -100 of PyTorch's labels or
+            an id that only a tokenizer has, has no logit, and its number is `logsumexp(logits)`: give it the weight 0.
         over: the name of the choices.
 
     Raises:
