@@ -220,6 +220,14 @@ def test_two_gathers_may_be_one():
     assert not found(text, (ROWS[0], first, dataclasses.replace(second, payload=4096))).right
 
 
+def test_two_gathers_may_be_one_if_an_equal_one_does_the_first_too():
+    text = PROGRAM.replace("  %all-reduce.1", "  %again = f32[32,16]{1,0} all-gather(%all-reduce.1), channel_id=4, "
+                           "replica_groups={{0,2,1,3}}, dimensions={0}\n  %all-reduce.1")  # fmt: skip
+    second = dataclasses.replace(ROWS[1], axes=("model",), payload=2048, wire=1024)
+    assert found(text, (*ROWS, ROWS[1], second)).right
+    assert not found(text, (*ROWS, dataclasses.replace(second, payload=4096))).right
+
+
 def test_an_array_may_be_padded_and_not_cut():
     row = dataclasses.replace(ROWS[0], payload=480)
     assert found(PROGRAM, (row, ROWS[1])).right
@@ -248,10 +256,15 @@ def test_an_array_may_be_padded_as_the_program_shows():
 def test_what_is_added_may_be_summed_as_one():
     """The gradient of a norm that is used twice: devices may add before they sum, as TPUs' compiler makes them."""
     first = dataclasses.replace(ROWS[0], added=7)
-    assert found(PROGRAM, (first, first, ROWS[1])).right
+    assert found(PROGRAM, (first, dataclasses.replace(first, what="one rows embed +model -> ..."), ROWS[1])).right
     assert not found(PROGRAM, (first, dataclasses.replace(first, added=8), ROWS[1])).right
     assert not found(PROGRAM, (first, dataclasses.replace(first, payload=64), ROWS[1])).right
     assert len(found(PROGRAM.replace("all-reduce(%x)", "copy(%x)"), (first, first, ROWS[1])).missing) == 2
+    # Scattered in another order, by a permute or by the one sum of which each device cuts its own out.
+    text = PROGRAM.replace("replica_groups={{0,1},{2,3}}, to_apply", "replica_groups={{0,1,2,3}}, to_apply")
+    scattered = dataclasses.replace(first, kind="reduce-scatter", axes=("data", "model"))
+    permuted = dataclasses.replace(first, kind="permute", axes=("data", "model"), payload=128)
+    assert found(text, (scattered, permuted) * 2 + (ROWS[1],)).right
     # The other sum is a gather's, which would have none if each of the rows took one.
     zeros = "%zeros = f32[8,16]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%sum"
     text = PROGRAM.replace("  %all-reduce.1", f"  {zeros}\n  %all-reduce.1")
@@ -267,6 +280,11 @@ def test_rows_say_what_is_added_to_what():
         x = tr.shard(tr.ones({"batch": 8, "embed": 64}), "compute")
         uses = lambda scale, x: (tr.tanh(x * scale) * scale).sum().array
         rows = [row for row in ledger(jax.grad(uses), tr.shard(scale), x) if row.kind == "reduce-scatter"]
+        assert len(rows) == 2 and rows[0].added == rows[1].added > 0
+        single, product = tr.shard(tr.ones({"one": 1, "embed": 64})), "batch embed, one embed -> batch embed"
+        shapes = lambda scale, x: tr.sin(x * scale.sum("one")) + tr.sin(tr.einsum(product, x, scale))
+        of_one = ledger(jax.grad(lambda *given: shapes(*given).sum().array), single, x)
+        rows = [row for row in of_one if row.kind == "all-reduce"]
         assert len(rows) == 2 and rows[0].added == rows[1].added > 0
         apart = lambda both, x: uses(both[0], x) + uses(both[1], x)
         rows = [row for row in ledger(jax.grad(apart), (tr.shard(scale),) * 2, x) if row.kind == "reduce-scatter"]

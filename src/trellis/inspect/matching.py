@@ -214,7 +214,8 @@ class Stock:
             for match in matches:
                 for recipe in recipes(match.key, sizes):
                     self.take(match, way, recipe)
-        self.take_ordered(matches)
+        self.take_together(sums)
+        self.take_ordered(every)
         self.take_stacked(matches, exactly=False)
         self.take_joined(matches)
         self.take_padded(matches)
@@ -222,10 +223,7 @@ class Stock:
             done = match.row.times - match.missing
             if match.row.kind in COPIES and done and match.row.times % done == 0:
                 match.done("one for all turns of a loop", match.missing)
-        for group in sums:
-            if any(not match.missing for match in group):
-                for match in group:
-                    match.done("a sum with others", match.missing)
+        self.take_together(sums)
         return every
 
     def take_as_asked(self, matches: list[Match], chosen: Choice = _any) -> None:
@@ -278,9 +276,9 @@ class Stock:
                 continue
             joint = Key(kind, axes | more, max(some, all_), whole, 1)
             before = second.missing
-            if first.missing == before:
+            if first.missing in (0, before):
                 self.take(second, "one over the mesh axes of two", ((joint, 1),))
-                first.done("one over the mesh axes of two", before - second.missing)
+                first.done("one over the mesh axes of two", min(before - second.missing, first.missing))
 
     def take_ordered(self, matches: list[Match]) -> None:
         """Takes permutes of what was scattered, if the scatter gave each device the slice that it is to have."""
@@ -371,6 +369,14 @@ class Stock:
                 if frozenset().union(*there) == axes:
                     match.done("a sum with others", match.missing)
 
+    @staticmethod
+    def take_together(sums: list[list[Match]]) -> None:
+        """Takes sums whose results are added, if one of them is done."""
+        for group in sums:
+            if any(not match.missing for match in group):
+                for match in group:
+                    match.done("a sum with others", match.missing)
+
     def rest(self) -> Iterator[tuple[Part, int]]:
         """What no row has taken, and how often it runs."""
         for items in self.items.values():
@@ -385,7 +391,7 @@ def _added(matches: Iterable[Match]) -> list[list[Match]]:
     for match in matches:
         row = match.row
         if row.added >= 0 and row.reduction == "sum" and match.key.kind in ("all-reduce", "reduce-scatter"):
-            groups[row.added, match.key, row.what, row.times].append(match)
+            groups[row.added, match.key, row.times].append(match)
     return [group for group in groups.values() if len(group) > 1]
 
 

@@ -268,11 +268,17 @@ def added_at(operation: Operation) -> int:
     there is none. On the way it may be seen in other ways, moved or rounded: sums over devices of the numbers that are
     added there may be taken as one, of their sum."""
     found, readers = -1, operation.results[0].readers if operation.results else []
-    while len(readers) == 1 and readers[0].name in _ADDS | VIEWS | MOVES and readers[0].results:
+    while len(readers) == 1 and _adds_or_passes(readers[0]):
         (reader,) = readers
         found = reader.number if reader.name in _ADDS else found
         readers = reader.results[0].readers
     return found
+
+
+def _adds_or_passes(operation: Operation) -> bool:
+    if operation.name in ("broadcast_in_dim", "reduce_sum"):  # with or without dimensions of size 1
+        return operation.operands[0].num_elements == operation.results[0].num_elements
+    return bool(operation.results) and operation.name in _ADDS | VIEWS | MOVES
 
 
 def origin(value: Value) -> Value:

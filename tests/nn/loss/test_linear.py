@@ -269,3 +269,26 @@ def test_refused_biases(arrays):
             LossError, match=r"like the vocabulary of the unembedding, got bias float32\[32\] for vocab over"
         ):
             cross_entropy(put(x, "data"), put(unembed, None, "model"), put(targets, "data"), bias=put(jnp.zeros(VOCAB)))
+
+
+@pytest.mark.parametrize("weights", [None, "numpy", "one device", "traced"])
+@pytest.mark.parametrize("once", [lambda f: f, jax.jit])
+def test_weights_may_be_on_no_mesh(weights, once):
+    mesh = make_mesh(data=4, model=2)
+    put = lambda a: jax.device_put(a, jax.NamedSharding(mesh, jax.P("data", "model")))
+    x, targets = put(jnp.ones((8, 16, 4))), put(jnp.zeros((8, 16), jnp.int32))
+    unembed = jax.device_put(jnp.arange(12.0).reshape(4, 3), jax.NamedSharding(mesh, jax.P()))
+    halves = np.full((8, 16), 0.5, np.float32)
+
+    def loss(x, unembed, targets):
+        given = {
+            "numpy": lambda: halves,
+            "one device": lambda: jax.device_put(halves, jax.devices()[0]),
+            "traced": lambda: jnp.full((8, 16), 0.5),
+        }
+        mine = given[weights]() if weights else None
+        return cross_entropy(x, unembed, targets, mine).total
+
+    whole = jax.tree.map(np.asarray, (x, unembed, targets))
+    plain = cross_entropy(*map(jnp.asarray, whole), None if weights is None else halves).total
+    np.testing.assert_allclose(once(loss)(x, unembed, targets), plain, rtol=1e-6)

@@ -46,7 +46,7 @@ def changes(sums, gradients, tangents, axes: Axes = ()):
         tangents: a tree like it.
         axes: mesh axes over which the gradients are parts of sums.
     """
-    change = _along(gradients, tangents)
+    change = _along(gradients, jax.tree.map(lambda d, t: t.astype(d.dtype), gradients, tangents))
     rest = jax.tree.map(jnp.zeros_like, sums[1])
     return lax.psum(change, axes) if axes else change, rest
 
@@ -66,7 +66,18 @@ def _change(gradients, tangents):
     return sum(jax.tree.leaves(jax.tree.map(wide, gradients, tangents)))
 
 
-_along = linear(_change, lambda gradients, d_total: jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients))
+def times(gradients, d_total):
+    """Gradients of a total times that of what is made of it, each rounded once."""
+    return jax.tree.map(lambda d: (d.astype(jnp.float32) * d_total).astype(d.dtype), gradients)
+
+
+_along = linear(_change, times)
+
+
+def kept_as(dtype) -> jnp.dtype:
+    """The type in which the gradient of a total is kept for a parameter of this type: that of a mean is far from the
+    end of float16, the sum over all tokens is not."""
+    return jnp.dtype(jnp.float32 if dtype == jnp.float16 else dtype)
 
 
 def capped(logits, softcap: float | None):

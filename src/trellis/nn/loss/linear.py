@@ -11,15 +11,17 @@ from jax.sharding import PartitionSpec
 
 from trellis.errors import TrellisError
 from trellis.mesh.by_device import by_device
+from trellis.mesh.landing import placed
 from trellis.mesh.manual.ops import Axes, vary
 from trellis.mesh.reshard import place
 from trellis.named.arguments import number_of
 from trellis.named.backend import on_accelerator
 from trellis.named.tuned import tuned
-from trellis.nn.loss.formulas import Settings
+from trellis.nn.loss.formulas import Settings, kept_as
 from trellis.nn.loss.products import NarrowFactors, in_chunks, joined, specs, tile_of
 from trellis.nn.loss.token_chunks import CPU_CHUNK, chunk_size, summed_by_tokens
 from trellis.nn.loss.vocab_chunks import VocabChunks, cut, summed_by_vocab
+from trellis.notation import spec_of
 from trellis.notation.state import State, state_of
 
 
@@ -104,7 +106,7 @@ def linear_cross_entropy(
     z_loss, logit_softcap = known_numbers(z_loss, logit_softcap, "linear_cross_entropy")
     head = (unembed,) if bias is None else (unembed, bias)
     weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    total_type, mine = unembed.dtype, chunk
+    total_type, mine = kept_as(unembed.dtype), chunk
     if not on_accelerator(x):
         total_type, mine = jnp.dtype("float32"), chunk or tuned().loss_chunk or CPU_CHUNK
     settings = Settings(z_loss, logit_softcap, vocab_size, vocab_first, mine, total_type, chunk_bytes=chunk_bytes)
@@ -113,6 +115,9 @@ def linear_cross_entropy(
     states = [state_of(a) for a in (x, unembed, targets)]
     if states[0].mode != "explicit":
         return _local(x, head, targets, weights, narrow, settings)
+    if state_of(weights).mode == "none":  # weights of the caller's own, or, of JAX 0.12, ones
+        mesh = getattr(x, "sharding", jax.typeof(x).sharding).mesh
+        weights = placed(weights, spec_of(states[2].axes), mesh)
     weights = place(weights, states[2].axes)  # for a value that a program closes over, JAX makes these ones whole
     batch, pos, _ = states[0].axes
     across, vocab, chunks = states[1].axes, (), None
@@ -178,6 +183,16 @@ def _local(
     x, head, targets, weights, narrow: NarrowFactors | None, settings: Settings, chunks: VocabChunks | None = None
 ) -> TokenLoss:
     """The loss of one device's tokens over its part of the vocabulary."""
+    if jnp.float16 in (x.dtype, head[0].dtype):
+        # Gradients are made for weights of at most 1, and those of the total from them in float32.
+        largest = lax.stop_gradient(jnp.max(jnp.abs(weights)))
+        largest = jnp.where(largest > 0, largest, 1.0)
+        sums = _of_weights(x, head, targets, weights / largest, narrow, settings, chunks)
+        return TokenLoss(*(s * largest for s in sums))
+    return _of_weights(x, head, targets, weights, narrow, settings, chunks)
+
+
+def _of_weights(x, head, targets, weights, narrow, settings: Settings, chunks: VocabChunks | None) -> TokenLoss:
     if chunks is not None:
         x, targets, weights = x.reshape(-1, x.shape[-1]), targets.reshape(-1), weights.reshape(-1)
         if narrow is not None:

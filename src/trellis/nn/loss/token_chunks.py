@@ -9,7 +9,15 @@ from jax.custom_derivatives import SymbolicZero
 
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
 from trellis.named.backend import copied_turned, on_accelerator
-from trellis.nn.loss.formulas import Settings, capped, changes, changes_of_weights, instantiated, weighed
+from trellis.nn.loss.formulas import (
+    Settings,
+    capped,
+    changes,
+    changes_of_weights,
+    instantiated,
+    kept_as,
+    weighed,
+)
 from trellis.nn.loss.products import (
     Factor,
     NarrowFactors,
@@ -110,7 +118,7 @@ def _with_gradients(x, head, targets, weights, narrow: NarrowFactors | None, set
     )
     if turned:
         d_head = (copied_turned(d_head[0], (1, 0)), *d_head[1:])
-    return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head)), of_weights
+    return sums, (d_x, jax.tree.map(lambda d, h: d.astype(kept_as(h.dtype)), d_head, head)), of_weights
 
 
 def _with_kept_gradients(x, head, targets, weights, narrow: NarrowFactors | None, settings: Settings, weighted: bool):
@@ -129,7 +137,7 @@ def _with_kept_gradients(x, head, targets, weights, narrow: NarrowFactors | None
         step, (_zero_sums(factor, used, targets, weights, settings), zeros), (factor, targets, weights)
     )
     d_head = (to_unembed(joined(d_logits), joined(factor), settings), *d_bias)
-    return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head)), of_weights
+    return sums, (d_x, jax.tree.map(lambda d, h: d.astype(kept_as(h.dtype)), d_head, head)), of_weights
 
 
 def _zero_sums(factor, head, targets, weights, settings: Settings):

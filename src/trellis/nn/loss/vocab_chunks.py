@@ -18,7 +18,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
 from trellis.mesh.parts import with_one
 from trellis.named.narrow import Rounded
-from trellis.nn.loss.formulas import Settings, capped, instantiated, weighed
+from trellis.nn.loss.formulas import Settings, capped, instantiated, kept_as, times, weighed
 from trellis.nn.loss.products import Factor, NarrowFactors, gradient_factor, to_logits, to_unembed, to_x
 
 # A chunk's float32 logits take about this many bytes.
@@ -95,7 +95,7 @@ def _fwd(*given):
     *primals, settings, chunks = given
     weighted = primals[3].perturbed  # a mask has no gradient, and nothing is kept for it
     result, gradients, of_weights = _with_gradients(*custom_vjp_primal_tree_values(tuple(primals)), settings, chunks)
-    return result, (gradients, of_weights if weighted else None)
+    return result, (gradients, jnp.zeros((), primals[1].value.dtype), of_weights if weighted else None)
 
 
 def _with_gradients(x, unembed, targets, weights, narrow: NarrowFactors | None, settings, chunks: VocabChunks):
@@ -112,7 +112,7 @@ def _with_gradients(x, unembed, targets, weights, narrow: NarrowFactors | None, 
         d_logits = powers.astype(jnp.float32) * scale[:, None]
         d_logits = lax.select(hot, d_logits - push[:, None], d_logits)  # no zeros, see `token_chunks`
         d_logits = gradient_factor(d_logits, x.dtype, settings, limit)
-        d_chunk = to_unembed(d_logits, factor, settings).astype(unembed.dtype)
+        d_chunk = to_unembed(d_logits, factor, settings).astype(kept_as(unembed.dtype))
         for axis in chunks.axes:  # over several at once libtpu sums everything, then slices it
             d_chunk = lax.psum_scatter(d_chunk, axis, scatter_dimension=chunks.dim, tiled=True)
         return None, d_chunk
@@ -122,10 +122,11 @@ def _with_gradients(x, unembed, targets, weights, narrow: NarrowFactors | None, 
 
 
 def _bwd(settings, chunks: VocabChunks, kept, cotangents):
-    gradients, of_weights = kept
+    (d_x, d_unembed), of_type, of_weights = kept
     d_total, (*_, d_tokens) = instantiated(cotangents)
     d_weights = None if of_weights is None else of_weights * d_total + d_tokens
-    return *jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients), None, d_weights, None
+    d_x, d_unembed = times((d_x, d_unembed), d_total)
+    return d_x, d_unembed.astype(of_type.dtype), None, d_weights, None
 
 
 summed_by_vocab.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -6,12 +6,15 @@ matrix: the largest entry of each eigenvector is positive.
 
 import re
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
 from trellis.proof.interpreter.solving import wide
 from trellis.proof.interpreter.values import NotInterpreted, Value
+
+Half = Literal["L", "U"]  # the half of a matrix that is read: the lower or the upper one
 
 
 def _lu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -122,7 +125,7 @@ def _eigen(name: str, instruction: Instruction, machine) -> Callable:
     )
     if said is None:
         raise NotInterpreted(f"{instruction.name}, which does not say which half of a matrix it reads")
-    half = "L" if said[1] in ("1", "true") else "U"
+    half: Half = "L" if said[1] in ("1", "true") else "U"
     of_cuda = name.startswith("cu")
 
     def run(values, team) -> Value:
@@ -133,7 +136,7 @@ def _eigen(name: str, instruction: Instruction, machine) -> Callable:
     return run
 
 
-def _eigenvectors(x: np.ndarray, half: str) -> tuple[np.ndarray, np.ndarray]:
+def _eigenvectors(x: np.ndarray, half: Half) -> tuple[np.ndarray, np.ndarray]:
     """Eigenvalues in ascending order, and eigenvectors as columns; NaN where there are none."""
     try:
         of, vectors = np.linalg.eigh(x, half)

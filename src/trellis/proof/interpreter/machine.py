@@ -180,7 +180,8 @@ class Interpreter:
             instructions = self.program.computations[computation]
             used = [self._inputs(i, computation) for i in instructions]
             read = _read(instructions, used)
-            instructions, used = ([x for x, is_read in zip(each, read) if is_read] for each in (instructions, used))
+            used = [names for names, is_read in zip(used, read) if is_read]
+            instructions = [instruction for instruction, is_read in zip(instructions, read) if is_read]
             last = {name: index for index, names in enumerate(used) for name in names}
             plan = []
             for index, (instruction, names) in enumerate(zip(instructions, used)):
