@@ -18,6 +18,7 @@ from trellis.named import NamesError, named
 from trellis.nn.attention import AttentionError, attend, dot_product_attention, further, mosaic
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sharded import PlacementError, placement_of
+from trellis.nn.attention.sliced import program
 from trellis.nn.attention.sliced.attention import tiled_attention
 from trellis.nn.attention.sliced.program import Sliced
 from trellis.nn.attention.splash import SplashTiles
@@ -117,6 +118,15 @@ def test_many_devices_equal_one(kind, mask):
 
 
 @pytest.mark.slow
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("mask", ["documents", "all"])
+@pytest.mark.parametrize("kind", ["gather", "ring of 8", "ring, gather", "ring, gather of more", "ring, exchange"])
+def test_a_loop_over_steps_is_what_they_are_one_by_one(kind, mask, monkeypatch):
+    """More than eight steps are a loop: of a ring of more devices, or over the keys that more devices gathered."""
+    monkeypatch.setattr(program, "_UNROLLED", 0)
+    assert_near(many_devices(kind, mask), one_device(mask))
+
+
 @pytest.mark.parametrize("kind", ["ring", "gather", "exchange, few key heads", "ring, more heads than key heads"])
 def test_a_single_key_head(kind):
     assert_near(many_devices(kind, "causal", kv_heads=1), one_device("causal", kv_heads=1))

@@ -102,10 +102,13 @@ def nothing_met(q: jax.Array, v: jax.Array) -> list[Met]:
 def over_all(met: Sequence[Met], size: int, axis: int, dtype=jnp.float32) -> Part:
     """The result of `size` queries over all keys that they met, each row in one pass over what it found.
 
-    Rows are cut where a part begins or ends. A part whose start is computed has the rows of one of these pieces.
+    Rows are cut where a part begins or ends. One whose start is computed begins at a multiple of its size.
     """
-    fixed = [(each.start, each.start + each.size) for each in met if isinstance(each.start, int)]
-    edges = sorted({0, size}.union(*fixed))
+    ends = [
+        (each.start, each.start + each.size) if isinstance(each.start, int) else range(0, size, each.size)
+        for each in met
+    ]
+    edges = sorted({0, size}.union(*ends))
     cut = [_of_rows(met, first, last, axis) for first, last in itertools.pairwise(edges)]
     outs, logs = [part.out.astype(dtype) for part in cut], [part.log_sum for part in cut]
     return Part(_joined(outs, axis), _joined(logs, 2))
