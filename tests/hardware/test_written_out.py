@@ -88,7 +88,7 @@ def test_steps_whose_layers_are_written_out(recipe, options, gib, milliseconds):
     given = {"data.mask_documents": "false", "layout.preset": "fsdp", "mesh.data": "1"}
     plan = quick_plan(load_run(recipe, given | options), target("1xH200"))
     assert plan.memory.peak / 2**30 == pytest.approx(gib, rel=0.04)
-    assert milliseconds is None or 1e3 * plan.seconds == pytest.approx(milliseconds, rel=0.07)
+    assert milliseconds is None or 1e3 * plan.seconds == pytest.approx(milliseconds, rel=0.08)
     runs = {"llama_8b": 32}.get(recipe, 8) * int(options.get("microbatches", 1))
     assert f"one layer, of which a step runs {runs};" in str(timeline_picture(plan))
 

@@ -136,7 +136,7 @@ def work_said(operation: Operation) -> tuple[str, float] | None:
 def keys_said(operation: Operation) -> int:
     """How many keys a query of an attention kernel sees, on average; 0 if nothing is said."""
     found = _WORK.findall(operation.scope)
-    queries = max(value.num_elements for value in operation.operands)
+    queries = operation.operands[0].num_elements
     return round(float(found[-1][1]) / (4 * queries)) if found and found[-1][0] == "attention" else 0
 
 

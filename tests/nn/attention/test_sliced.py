@@ -117,7 +117,6 @@ def test_many_devices_equal_one(kind, mask):
     assert_near(many_devices(kind, mask), one_device(mask))
 
 
-@pytest.mark.slow
 @pytest.mark.slow(but=2)
 @pytest.mark.parametrize("mask", ["documents", "all"])
 @pytest.mark.parametrize("kind", ["gather", "ring of 8", "ring, gather", "ring, gather of more", "ring, exchange"])
@@ -127,6 +126,7 @@ def test_a_loop_over_steps_is_what_they_are_one_by_one(kind, mask, monkeypatch):
     assert_near(many_devices(kind, mask), one_device(mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "gather", "exchange, few key heads", "ring, more heads than key heads"])
 def test_a_single_key_head(kind):
     assert_near(many_devices(kind, "causal", kv_heads=1), one_device("causal", kv_heads=1))
