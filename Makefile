@@ -37,7 +37,7 @@ fuzz: $(VENV)/test.stamp
 
 # Random runs, three steps of each on a mesh as on one device: make fuzz_runs COUNT=100 SEED=0
 fuzz_runs: $(VENV)/test.stamp
-	$(BIN)/python -m tests.fuzz.runs --count $(COUNT) --seed $(SEED)
+	$(BIN)/python -m tests.fuzz.runs --count $(COUNT) --seed $(SEED) $(OPTIONS)
 
 # Faults at random moments in real runs, none of which may lose anything: make chaos MINUTES=60 SEED=0
 MINUTES ?= 10

@@ -26,6 +26,7 @@ from trellis.data.batch import Batch
 from trellis.errors import TrellisError
 from trellis.inspect import structure_of
 from trellis.inspect.ledger import ledger_of
+from trellis.mesh.platform import leave_threads
 from trellis.models import ModelConfig, Routing
 from trellis.nn import Precision
 from trellis.nn.moe.config import EXPERT_WEIGHTS, FAR_ROWS
@@ -61,15 +62,26 @@ class Found(NamedTuple):
     why: str
 
 
-def draw(seed: int) -> tuple[Run, int]:
+# How many devices a run is for, the lengths of its sequences and its batch sizes: of up to eight devices, and of more,
+# where loops over devices are no longer written out and tables of devices are long.
+_FEW = ((2, 3, 4, 4, 6, 8, 8, 8), (16, 16, 24, 32), (8, 12, 16, 16, 24))
+_MANY = ((9, 12, 12, 16, 16, 18, 24), (48, 96, 144, 288), (12, 16, 24, 48))
+
+
+def draw(seed: int, many: bool = False) -> tuple[Run, int]:
     """A run, and the devices that it is for.
+
+    Args:
+        seed: what to draw from.
+        many: whether it is for nine devices or more.
 
     Raises:
         TrellisError: it is not a run.
     """
     r = random.Random(seed)
     model = _model(r)
-    count = r.choice((2, 3, 4, 4, 6, 8, 8, 8))
+    counts, lengths, batch_sizes = _MANY if many else _FEW
+    count = r.choice(counts)
     mesh = _mesh(r, count, hasattr(model, "experts") and model.experts > 1)
     some = lambda share, value: value if r.random() < share else None
     likely = lambda holds: r.random() < (0.9 if holds else 0.05)  # most runs are to run
@@ -96,8 +108,8 @@ def draw(seed: int) -> tuple[Run, int]:
     moments = some(0.1, {r.choice(("mlp", "attention", "embedding")): "mxfp8"}) or {}
     rate = r.choice((AdamW, AdamW, Lion, Muon, Adafactor))(learning_rate=1e-3)
     base = tiny()
-    data = {"sequence_length": r.choice((16, 16, 24, 32)), "mask_documents": r.random() < 0.6}
-    batch_size = r.choice((8, 12, 16, 16, 24))
+    data = {"sequence_length": r.choice(lengths), "mask_documents": r.random() < 0.6}
+    batch_size = r.choice(batch_sizes)
     if microbatches and likely(True):
         microbatches = r.choice([parts for parts in (1, 2, 3, 4) if batch_size % (parts * count) == 0] or [1])
     several = (microbatches or 1) > 1 or mesh["stage"] > 1
@@ -148,10 +160,10 @@ def _mesh(r: random.Random, count: int, experts: bool) -> dict[str, int]:
     return sizes
 
 
-def judge(seed: int) -> Found:
+def judge(seed: int, many: bool = False) -> Found:
     """A run that a seed stands for, held against one device."""
     try:
-        run, count = draw(seed)
+        run, count = draw(seed, many)
         made = assemble(run, jax.devices()[:count])
         program = step_program(made)
         check_marks(run, program)
@@ -165,7 +177,7 @@ def judge(seed: int) -> Found:
     wanted, kept, _ = _curve(alone, first)
     try:
         found, keeps, compiled = _curve(made, first)
-        structure = structure_of(ledger_of(program), compiled.as_text(), made.layout.mesh)
+        structure = structure_of(ledger_of(program), compiled, made.layout.mesh)
     except TrellisError as error:
         return Found("refused", _rule(error))
     loss, norm = np.abs(found - wanted)[:, 0].max(), (np.abs(found - wanted) / wanted)[:, 1].max()
@@ -225,18 +237,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.runs", description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="how many runs (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed; a seed is one run")
+    parser.add_argument("--many", action="store_true", help="on 9 to 24 devices, instead of up to 8")
     options, counts = parser.parse_args(), Counter()
+    if options.many:
+        jax.config.update("jax_num_cpu_devices", max(_MANY[0]))
+        leave_threads(max(_MANY[0]))
     for seed in range(options.seed, options.seed + options.count):
         begin = time.monotonic()
         try:
-            found = judge(seed)
+            found = judge(seed, options.many)
         except Exception as error:
             traceback.print_exc()
             found = Found("error", f"{type(error).__name__}: {error!s:.200}")
         counts[found.what] += 1
         print(f"seed {seed}: {found.what} in {time.monotonic() - begin:.0f} s: {found.why}", flush=True)
         if found.what in ("wrong", "error"):
-            print(f"    {draw(seed)}", flush=True)
+            print(f"    {draw(seed, options.many)}", flush=True)
         jax.clear_caches()
     print(", ".join(f"{count} {what}" for what, count in counts.most_common()))
     return 1 if counts["wrong"] or counts["error"] else 0

@@ -1,9 +1,14 @@
 """Along which mesh axes values of compiled programs may differ."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from trellis.inspect.compiled import program_of
 from trellis.inspect.copies import copies_apart
 from trellis.inspect.hlo import parse_program
+from trellis.inspect.numbers import left_out
 
 MESH = {"data": 2, "model": 2}
 PROGRAM = """HloModule jit_step, input_output_alias={ {0}: (0, {}, may-alias) }, num_partitions=4
@@ -78,6 +83,21 @@ def test_copies_stay_copies():
 )  # fmt: skip
 def test_what_may_differ(before, after, wrong):
     assert apart((before, after)) == [wrong]
+
+
+def test_a_table_that_is_left_out_says_nothing():
+    """As JAX's `as_text` does with one of more than ten devices: whole programs have it."""
+    assert apart(("constant({0, 1, 0, 1})", "constant({...})"), ("reshape(%place)", "reshape(%device)")) == []
+
+
+def test_tables_of_more_than_ten_devices_are_read():
+    table = jax.jit(lambda i: jnp.asarray(np.arange(12)[::-1] % 5)[i]).lower(jnp.int32(0)).compile()
+    assert any(map(left_out, constants_of(parse_program(table.as_text()))))
+    assert not any(map(left_out, constants_of(program_of(table))))
+
+
+def constants_of(program):
+    return [i for instructions in program.computations.values() for i in instructions if i.op == "constant"]
 
 
 def test_what_a_loop_makes_different():

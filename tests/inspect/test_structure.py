@@ -338,9 +338,8 @@ def test_a_run_tells_a_fault_and_keeps_the_program(tmp_path):
     assembled = SimpleNamespace(layout=SimpleNamespace(mesh=MESH), abstract_batch=lambda step: batch, run=run)
     assembled.at = lambda step: assembled  # one length of the sequences
     check = StructureCheck(assembled, Ledger(ROWS, dict(MESH.shape)), tmp_path)
-    program = lambda text: SimpleNamespace(as_text=lambda: text)
     last_good = lambda: LastGood("last good checkpoint: here", "run the same command again")
-    told = check(program(PROGRAM), 0, last_good)
+    told = check(PROGRAM, 0, last_good)
     assert told.startswith("matched  2 of 2 rows of the ledger are in the 2 collectives of the compiled program (")
     assert check.found[0]["right"] and not (tmp_path / "compiled.hlo").exists()
 
@@ -349,14 +348,14 @@ def test_a_run_tells_a_fault_and_keeps_the_program(tmp_path):
         "compiled.hlo",
     )
     other = PROGRAM.replace("channel_id=1, replica_groups={{0,1},{2,3}}", "channel_id=1, replica_groups={{0,2},{1,3}}")
-    told = check(program(other), 0, last_good)
+    told = check(other, 0, last_good)
     assert told.startswith(f"WARNING: {rule}\n  seen:  missing: all-reduce over model of ")
     assert f"\n  where: {tmp_path / kept}\n  fix:   compare its numbers with one device (trellis prove" in told
     assert (tmp_path / kept).read_text() == other
 
     wrong = PROGRAM.replace("replica_groups={{0,1},{2,3}}", "replica_groups={{0,3},{1,2}}")
     with pytest.raises(ProgramDiffers) as error:
-        check(program(wrong), 0, last_good)
+        check(wrong, 0, last_good)
     assert error.value.exit_code == 3 and error.value.rule == rule
     assert "not along mesh axes: all-reduce in groups {0,3} {1,2}" in error.value.seen
     assert error.value.where == f"{tmp_path / kept}; last good checkpoint: here"
@@ -364,10 +363,8 @@ def test_a_run_tells_a_fault_and_keeps_the_program(tmp_path):
     assert not check.found[2]["right"] and len(check.found[2]["faults"]) == 2
     assert "not along mesh axes: " in (tmp_path / "ledger.txt").read_text()
     run.guard = GuardRule(structure=False)
-    assert check(program(wrong), 0, last_good).startswith(f"WARNING: {rule}\n")
-    assert "a compiled program's text must have an ENTRY computation" in check(
-        program("HloModule nothing"), 0, last_good
-    )
+    assert check(wrong, 0, last_good).startswith(f"WARNING: {rule}\n")
+    assert "a compiled program's text must have an ENTRY computation" in check("HloModule nothing", 0, last_good)
 
 
 def test_rows_say_which_parameter_they_move():

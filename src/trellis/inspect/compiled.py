@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
+from trellis._compat import full_text
 from trellis.figures import numbers
 from trellis.figures.text import aligned
 from trellis.frames import in_a_library
@@ -32,7 +33,7 @@ def program_of(compiled) -> Program:
     """The program of a `jax.stages.Compiled`, or of its text, read once."""
     if isinstance(compiled, Program):
         return compiled
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    text = compiled if isinstance(compiled, str) else full_text(compiled)  # also its tables of devices
     return _parsed(text)
 
 
@@ -60,7 +61,7 @@ def collectives(compiled, mesh: Mesh | AbstractMesh, *, load: float | None = Non
     """The collectives of a compiled program, as a ledger.
 
     Args:
-        compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
+        compiled: what `jax.jit(f).lower(...).compile()` returns, or its text.
         mesh: the mesh it was compiled for, whose device order numbers the program's partitions.
         load: rows that experts on the fullest device get, in those of an even load; None where nothing is assumed, and
             loops over them count once.

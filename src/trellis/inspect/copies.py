@@ -23,7 +23,7 @@ import numpy as np
 from trellis.frames import in_a_library
 from trellis.inspect.groups import axes_of, cut, uncut
 from trellis.inspect.hlo import Instruction, Program, replica_groups, source_target_pairs
-from trellis.inspect.numbers import LARGEST, constant_of, numbers_of
+from trellis.inspect.numbers import LARGEST, constant_of, left_out, numbers_of
 from trellis.program.pairs import axes_met
 
 Owed = frozenset[tuple[str, str]]  # mesh axes, each with the name of a sum
@@ -85,8 +85,12 @@ def copies_apart(program: Program, mesh: Mapping[str, int], whole: Collection[fr
         whole: mesh axes that numbers are summed over which then are no part of a sum.
 
     Returns:
-        Nothing where an argument's sharding is not known, as in programs of JAX 0.12 for CPUs.
+        Nothing where an argument's sharding is not known, as in programs of JAX 0.12 for CPUs, or where a table is left
+        out of the text.
     """
+    constants = (i for instructions in program.computations.values() for i in instructions if i.op == "constant")
+    if any(left_out(constant) for constant in constants):
+        return []
     aliases = program.aliases
     reading = Reading(program, mesh, whole)
     parameters = sorted(

@@ -54,6 +54,13 @@ def constant_of(instruction: Instruction) -> np.ndarray | None:
     return np.array(values, _TYPES[array.dtype]).reshape(1, *array.shape)
 
 
+def left_out(constant: Instruction) -> bool:
+    """Whether a constant's few integers are not written out, as in `as_text()` where there are more than ten."""
+    (array, *_) = constant.results
+    few = array.dtype in _TYPES and int(np.prod(array.shape)) <= LARGEST
+    return few and "..." in constant.literal
+
+
 def numbers_of(instruction: Instruction, operands: Sequence[np.ndarray]) -> np.ndarray | None:
     """What an operation makes of integers, `device dim ...` each; None for one that is not known."""
     array, *others = instruction.results

@@ -129,7 +129,8 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
 
     Args:
         ledger: of the function.
-        compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
+        compiled: what `jax.jit(f).lower(...).compile()` returns, or its text. JAX's `as_text()` leaves out tables of
+            more than ten devices, without which copies are not followed.
         mesh: the mesh it was compiled for.
     """
     program = program_of(compiled)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trellis._compat import full_text
 from trellis.checkpoints.checkpoints import LastGood
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
@@ -38,7 +39,7 @@ class StructureCheck:
         """What to report about a program: one line, or the four parts of a fault.
 
         Args:
-            program: a `jax.stages.Compiled`.
+            program: a `jax.stages.Compiled`, or its text with all tables (`full_text`).
             step: how many steps were made before it.
             last_good: gives words about the last good checkpoint.
 
@@ -46,7 +47,7 @@ class StructureCheck:
             ProgramDiffers: the program does not do what its types say.
         """
         try:
-            return self._check(program.as_text(), step, last_good)
+            return self._check(program if isinstance(program, str) else full_text(program), step, last_good)
         except ProgramDiffers:
             raise
         except Exception as error:  # text of an unknown form, a full disk: no reason to stop
