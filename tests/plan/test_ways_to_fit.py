@@ -56,7 +56,7 @@ def test_every_way_fits_and_is_what_it_says():
     shape = {"batch_size": "32", "model.layers": "4"}
     asked = run(**shape, remat__policy="none")
     full = planned(run(**shape, remat__policy="full")).memory.peak
-    where = shrunk(int(full * 1.02))
+    where = shrunk(int(full * 1.06))
     ways = ways_to_fit(asked, lambda changed: planned(changed, where))
     assert [way.options for way in ways if way.peak == full] == ["--remat.policy full"]
     assert ways[0].options.startswith("--remat.policy saved --remat.names ")
