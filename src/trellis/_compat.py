@@ -395,14 +395,16 @@ def within_equation(equation) -> Generator[None]:
         yield
 
 
-def full_text(program: jax.stages.Compiled | jax.stages.Lowered) -> str:
+def full_text(program: jax.stages.Compiled | jax.stages.Lowered | str) -> str:
     """A program's HLO with every number of its constants; `as_text` leaves them out if there are many.
 
     Args:
-        program: a compiled one, or one that is not compiled and not partitioned yet.
+        program: a compiled one, or one that is not compiled and not partitioned yet; a text is returned as it is.
 
     The printer's options are in the private module `jaxlib._hlo`, in JAX 0.10.2 to 0.12.0.
     """
+    if isinstance(program, str):
+        return program
     options = importlib.import_module("jaxlib._hlo").HloPrintOptions()
     options.print_large_constants = True
     if isinstance(program, jax.stages.Lowered):

@@ -33,8 +33,7 @@ def program_of(compiled) -> Program:
     """The program of a `jax.stages.Compiled`, or of its text, read once."""
     if isinstance(compiled, Program):
         return compiled
-    text = compiled if isinstance(compiled, str) else full_text(compiled)  # also its tables of devices
-    return _parsed(text)
+    return _parsed(full_text(compiled))  # with its tables of devices
 
 
 @functools.lru_cache(maxsize=8)

@@ -228,31 +228,27 @@ class _Walk:
         held = self.of(value)
         if not held.fused:
             return
-        links = held.leaves()
-        parts, held.made_of = held.made_of, ()
-        held.buffer = self.room(operation, value)
-        size, total, ended = held.buffer.num_bytes, self.total, []
-        # An elementwise result takes the place of an operand of its size that ends here; otherwise both exist a while.
-        replaces = any(part.buffer and part.uses == 1 and part.buffer.num_bytes == size for part in parts)
+        links, total = held.leaves(), self.total
+        last = [part for part in held.made_of if part.buffer and part.uses == 1]
+        ended = self.write(operation, held, value)
+        # An elementwise result takes the place of an operand of its size that ends here, on GPUs also of an operand of
+        # a link of its chain; otherwise both exist a while.
+        size = held.buffer.num_bytes
+        if all(other.buffer.num_bytes != size for other in (last if self.as_read else (*last, *ended))):
+            self.mark(total + size - self.total, tuple(other.buffer for other in ended), operation.source)
+        for link in links:
+            if link.better_written():
+                self.write(operation, link, link.value)
+
+    def write(self, operation: Operation, held: _Held, value: Value) -> list[_Held]:
+        """A chain, or a link of one, comes into being. What it was made of is released; returns what of it ends."""
+        held.buffer, parts, held.made_of = self.room(operation, value), held.made_of, ()
+        ended = []
         for part in parts:
             part.uses -= 1
             ended += self.drop(part)
-        if not self.as_read:  # or, on GPUs, that of an operand of a link of its chain
-            replaces |= any(other.buffer.num_bytes == size for other in ended)
-        if not replaces:
-            self.mark(total - self.total + size, (*(other.buffer for other in ended), held.buffer), operation.source)
         self.add(held)
-        for link in links:
-            if link.better_written():
-                self.write(operation, link)
-
-    def write(self, operation: Operation, link: _Held) -> None:
-        """A link of a chain comes into being on the way, and what it was made of is released."""
-        link.buffer, parts, link.made_of = self.room(operation, link.value), link.made_of, ()
-        for part in parts:
-            part.uses -= 1
-            self.drop(part)
-        self.add(link)
+        return ended
 
     def keep_results(self, donated: list[bool]) -> None:
         """Results that no operation wrote take a donated argument's memory of their size, or some of their own."""

@@ -19,7 +19,6 @@ from trellis.program.reading import ENTER, KERNELS, LEAVE
 from trellis.program.said import (
     anew_said,
     grouped_said,
-    keys_said,
     lies_so,
     mask_said,
     row_said,
@@ -249,10 +248,10 @@ def _kernel(operation: Operation, load: float) -> Piece:
         each, share = of_rows
         what, vector = f"activation {_show(largest)}", each * share * largest.num_elements
         return _piece(operation, "kernel", what, vector=vector, num_bytes=share * moved)
-    kind, flops = work_said(operation) or ("kernel", 0.0)
+    kind, flops, keys = work_said(operation) or ("kernel", 0.0, 0)
     whole = kind == "attention" and mask_said(operation.scope) is None
-    dims = (0, keys_said(operation), 0)
-    return _piece(operation, kind, f"{kind} {_show(largest)}", flops=flops, num_bytes=moved, whole=whole, dims=dims)
+    what = f"{kind} {_show(largest)}"
+    return _piece(operation, kind, what, flops=flops, num_bytes=moved, whole=whole, dims=(0, keys, 0))
 
 
 def _show(value: Value) -> str:

@@ -92,7 +92,7 @@ def _device(x: jax.Array) -> Any:
 # and out of it, and each layer's parameters out of theirs. On an H200 these copies took 18 % of a step of 1B parameters
 # that keeps everything, and 6 % of one that keeps what it must (benchmarks/results/accelerator_h200.txt). A compiler
 # takes a second or two for each layer, which a run on several GPUs pays for all at once; there, the order of what they
-# send matters, too: by the CUDA compiler's schedules a step of Llama 1B on 8 A100s takes 272 ms instead of 291 and 12.5
+# send matters, too: by the CUDA compiler's schedules a step of Llama 1B on 8 A100s takes 269 ms instead of 291 and 12.5
 # GiB instead of 19.7, one of GPT-OSS on 8 B200s (12 turns) 795 instead of 813, and one of Mixtral (32) 77 GiB instead
 # of 52.
 _WRITTEN_OUT = {"cpu": (16, 16), "cuda": (64, 16)}  # on one device, and on several

@@ -120,24 +120,21 @@ _SEES = re.compile(r"sees\((\d+) before (\d+) after (-?\d+) ahead\)")
 _GRADIENT_PRODUCTS = {1: 3, 2: 4, 3: 5}
 
 
-def work_said(operation: Operation) -> tuple[str, float] | None:
-    """Kind and FLOPs of a kernel: as its author says, or by its own estimate (`pallas_call(cost_estimate=...)`)."""
+def work_said(operation: Operation) -> tuple[str, float, int] | None:
+    """Kind and FLOPs of a kernel: as its author says, or by its own estimate (`pallas_call(cost_estimate=...)`); and,
+    of attention, how many keys a query sees, on average."""
     found = _WORK.findall(operation.scope)
     if not found:
         estimate = operation.params.get("cost_estimate")
-        return ("kernel", float(estimate.flops)) if estimate is not None else None
+        return ("kernel", float(estimate.flops), 0) if estimate is not None else None
     kind, flops = found[-1][0], float(found[-1][1])
-    if kind == "attention" and operation.direction == "backward":
+    if kind != "attention":
+        return kind, flops, 0
+    keys = round(flops / (4 * operation.operands[0].num_elements))
+    if operation.direction == "backward":
         gradients = sum(len(value.shape) >= 3 and bool(value.readers) for value in operation.results)
         flops *= _GRADIENT_PRODUCTS[max(1, min(gradients, 3))] / 2
-    return kind, flops
-
-
-def keys_said(operation: Operation) -> int:
-    """How many keys a query of an attention kernel sees, on average; 0 if nothing is said."""
-    found = _WORK.findall(operation.scope)
-    queries = operation.operands[0].num_elements
-    return round(float(found[-1][1]) / (4 * queries)) if found and found[-1][0] == "attention" else 0
+    return kind, flops, keys
 
 
 def grouped_said(operation: Operation, load: float) -> tuple[float, tuple[int, int, int], float] | None:

@@ -47,7 +47,7 @@ class StructureCheck:
             ProgramDiffers: the program does not do what its types say.
         """
         try:
-            return self._check(program if isinstance(program, str) else full_text(program), step, last_good)
+            return self._check(full_text(program), step, last_good)
         except ProgramDiffers:
             raise
         except Exception as error:  # text of an unknown form, a full disk: no reason to stop

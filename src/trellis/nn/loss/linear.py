@@ -114,7 +114,7 @@ def linear_cross_entropy(
         settings = settings._replace(narrow=narrow.kind, tile=tile_of(narrow.kind, x.shape[1]))
     states = [state_of(a) for a in (x, unembed, targets)]
     if states[0].mode != "explicit":
-        return _local(x, head, targets, weights, narrow, settings)
+        return _local(x, head, targets, weights, narrow, settings, None)
     if state_of(weights).mode == "none":  # weights of the caller's own, or, of JAX 0.12, ones
         mesh = getattr(x, "sharding", jax.typeof(x).sharding).mesh
         weights = placed(weights, spec_of(states[2].axes), mesh)
@@ -180,19 +180,19 @@ def _bias_spec(bias, vocab: Axes) -> PartitionSpec:
 
 
 def _local(
-    x, head, targets, weights, narrow: NarrowFactors | None, settings: Settings, chunks: VocabChunks | None = None
+    x, head, targets, weights, narrow: NarrowFactors | None, settings: Settings, chunks: VocabChunks | None
 ) -> TokenLoss:
     """The loss of one device's tokens over its part of the vocabulary."""
-    if jnp.float16 in (x.dtype, head[0].dtype):
-        # Gradients are made for weights of at most 1, and those of the total from them in float32.
-        largest = lax.stop_gradient(jnp.max(jnp.abs(weights)))
-        largest = jnp.where(largest > 0, largest, 1.0)
-        sums = _of_weights(x, head, targets, weights / largest, narrow, settings, chunks)
-        return TokenLoss(*(s * largest for s in sums))
-    return _of_weights(x, head, targets, weights, narrow, settings, chunks)
+    if jnp.float16 not in (x.dtype, head[0].dtype):
+        return _summed(x, head, targets, weights, narrow, settings, chunks)
+    # Gradients are made for weights of at most 1, and those of the total from them in float32.
+    largest = lax.stop_gradient(jnp.max(jnp.abs(weights)))
+    largest = jnp.where(largest > 0, largest, 1.0)
+    sums = _summed(x, head, targets, weights / largest, narrow, settings, chunks)
+    return TokenLoss(*(s * largest for s in sums))
 
 
-def _of_weights(x, head, targets, weights, narrow, settings: Settings, chunks: VocabChunks | None) -> TokenLoss:
+def _summed(x, head, targets, weights, narrow, settings: Settings, chunks: VocabChunks | None) -> TokenLoss:
     if chunks is not None:
         x, targets, weights = x.reshape(-1, x.shape[-1]), targets.reshape(-1), weights.reshape(-1)
         if narrow is not None:
