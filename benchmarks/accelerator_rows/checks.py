@@ -1,6 +1,7 @@
 """Is what the accelerator computes right? Held against float32 on the CPU of the same machine."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -94,16 +95,14 @@ def check_step(findings: Any, *, recipe: str, options: dict, types: tuple[str, .
         recipe, options: the run.
         types: of all products, or of the MLP's and attention's alone if it is a narrow one; the CPU's are then, too.
     """
-    run = load_run(recipe, options)
-    right = _losses(run, "float32", jax.devices("cpu")[:1])
-    errors = {}
+    run, errors = load_run(recipe, options), {}
+    right = functools.cache(lambda compute: _losses(run, compute, jax.devices("cpu")[:1]))
     for compute in types:
-        got = _losses(run, compute, jax.devices()[:1])
-        beside = _losses(run, compute, jax.devices("cpu")[:1]) if compute in NARROW else right
-        for step, (one, other) in enumerate(zip(got, beside), 1):
+        held, got = right(compute if compute in NARROW else "float32"), _losses(run, compute, jax.devices()[:1])
+        for step, (one, other) in enumerate(zip(got, held), 1):
             for what, a, b, limit in zip(("loss", "grad norm"), one, other, (LOSS_ERROR, NORM_ERROR)):
                 errors[f"{compute}, {what} {step}"] = abs(a - b) / abs(b), limit
-    findings.tell(losses=[loss for loss, _ in right], errors={name: error for name, (error, _) in errors.items()})
+        findings.tell(losses=[loss for loss, _ in held], errors={name: error for name, (error, _) in errors.items()})
     hold(findings, errors)
 
 

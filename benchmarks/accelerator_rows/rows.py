@@ -90,7 +90,7 @@ def checks(toy: bool) -> list[Row]:
     machine |= {"at_least": MEASURED_TOY if toy else MEASURED}
     kernels = {"batch": 2, "pos": 64 if toy else 1024, "head_dims": (16,) if toy else (64, 128)}
     loss = {"tokens": 64, "embed": 32, "vocab": 96} if toy else {"tokens": 2048, "embed": 1024, "vocab": 32_768}
-    experts = SMALL_MIXTURE | ({} if toy else LARGER)
+    experts = SMALL_MIXTURE | ({"data.sequence_length": "32"} if toy else LARGER)
     grouped = [(64, 32, 48, 4)] if toy else [(2000, 512, 384, 8), (4096, 256, 320, 64)]
     return [
         Row(name="machine", work="machine", given=machine),

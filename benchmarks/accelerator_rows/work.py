@@ -61,7 +61,8 @@ def main() -> None:
     row = next(row for row in all_rows(args.toy, args.on) if row.name == args.name)
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # as `trellis train` does; JAX would keep a quarter
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.95")
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a first step is one with nothing compiled before
+    if not args.toy:  # a first step is one with nothing compiled before
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     platforms = os.environ.get("JAX_PLATFORMS") or ("cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "")
     if platforms and "cpu" not in platforms:  # checks need the CPU, too
         platforms += ",cpu"
