@@ -344,3 +344,15 @@ def test_a_mapped_lookups_gradient_stays_where_its_rows_are():
         gradient = jax.jit(tr.grad(lambda x: tr.vmap(lambda x, ids: tr.take_along(x, "e", ids), "b")(x, ids).sum()))
         assert not ledger(gradient, x).rows
         assert not re.findall(r"all-\w+\(|collective-\w+\(", gradient.lower(x).compile().as_text())
+
+
+def test_what_is_flattened_inside_of_auto_axes_is_still_in_slices():
+    """Of the first of joined dimensions slices stay slices, whose sum is one over devices; others are gathered."""
+    total = lambda x: jax.sharding.auto_axes(lambda x: jnp.vdot(x, x), out_sharding=P())(x)
+    with jax.set_mesh(tr.make_mesh(data=4, model=2)):
+        x = jnp.ones((8, 16))
+        (row,) = ledger(total, jax.reshard(x, P("data", None)))
+        assert (row.kind, row.axes) == ("all-reduce", ("data",))
+        assert {(row.kind, row.axes) for row in ledger(total, jax.reshard(x, P(None, "model")))} == {
+            ("all-gather", ("model",))
+        }

@@ -72,6 +72,8 @@ class States:
         rule = RULES.get(name)
         if rule is None and not any(state.sliced or state.pending for state in states):
             return
+        if is_auto(out.aval) and name not in _KEEPS_PENDING:
+            states = yield from self._summed(operation, states)
         if name in _RESHAPING:
             yield from self._reshaping(operation, states)
             return
@@ -97,6 +99,17 @@ class States:
         unclear = not self.unclear.isdisjoint((*operation.results, *operation.operands))
         for move in transition(natural, after, num_bytes(out.aval), self.sizes):
             yield Implied(move, out.aval, natural, after, GUESS if unclear else "")
+
+    def _summed(self, operation: Operation, states: list[State]) -> Generator[Implied, None, list[State]]:
+        """Sums what is pending of the operands where no type says when: compilers wait for no later operation."""
+        values = [value for value in operation.operands if hasattr(value.aval, "shape")]
+        after = [dataclasses.replace(state, pending=frozenset()) for state in states]
+        for value, before, state in zip(values, states, after):
+            if before.pending and self[value].pending:  # else it is an operand twice
+                for move in transition(before, state, num_bytes(value.aval), self.sizes):
+                    yield Implied(move, value.aval, before, state)
+                self.known[value] = state
+        return after
 
     def again(self, operation: Operation) -> bool:
         """Whether an earlier operation in the same frame had the same operands and parameters: XLA computes and moves a
@@ -153,6 +166,10 @@ class States:
         moved: list[tuple[str, tuple[str, ...], int]] = []
         if operation.name == "fft" and (axes := self._real(state.sliced)):
             moved.append(("all-gather", axes, num_bytes(source.aval)))
+        elif operation.name == "reshape" and is_auto(operation.results[0].aval):
+            kept = _reshape(operation, states).sliced
+            if axes := tuple(axis for axis in self._real(state.sliced) if axis not in kept):
+                moved.append(("all-gather", axes, num_bytes(source.aval)))
         elif operation.name == "reshape" and (axes := self._regrouped(operation, state)):
             moved.append(("all-to-all", axes, num_bytes(source.aval) // self._count(axes)))
         elif operation.name.startswith("reduce_window"):
@@ -179,8 +196,6 @@ class States:
     def _regrouped(self, operation: Operation, state: State) -> tuple[str, ...]:
         """The mesh axes whose slices hold other elements of an array in its new shape, though they slice both."""
         out = operation.results[0]
-        if is_auto(out.aval):
-            return ()
         before, after = (self._blocks(*of) for of in ((operation.operands[0].shape, state), (out.shape, out.state)))
         return tuple(axis for axis in before if before[axis] != after.get(axis, before[axis]))
 
@@ -342,13 +357,21 @@ def _squeeze(operation: Operation, states: list[State]) -> State:
 
 
 def _reshape(operation: Operation, states: list[State]) -> State:
-    """A mesh axis that the result's type has stays where it has it; one that it lacks is gathered at the front."""
+    """A mesh axis that the result's type has stays where it has it; one that it lacks is gathered at the front.
+
+    Where types say nothing, it stays with a dimension that begins with the same elements: the first of those that are
+    joined or cut.
+    """
     state, out = states[0], operation.results[0]
     if is_auto(out.aval):
-        before, shape = operation.operands[0].shape, out.shape
-        if before[: len(shape)] != shape[: len(before)]:
-            return placed([()] * len(shape))
-        return placed((*state.axes, *[()] * len(shape))[: len(shape)], state.pending, state.copied)
+        before, shape, sizes = operation.operands[0].shape, out.shape, out.aval.sharding.mesh.shape
+        found: list[tuple[str, ...]] = [()] * len(shape)
+        for index, axes in enumerate(state.axes):
+            whole, count = math.prod(before[index:]), math.prod(sizes[axis] for axis in axes)
+            fits = [i for i, size in enumerate(shape) if math.prod(shape[i:]) == whole and size % count == 0 < size]
+            if axes and fits:
+                found[fits[-1]] = axes
+        return placed(found, state.pending, state.copied)
     dims = list(out.state.axes)
     lost = tuple(axis for axis in state.sliced if axis not in out.state.sliced)
     if lost and dims:
@@ -415,6 +438,9 @@ RULES: dict[str, Callable[[Operation, list[State]], State]] = {
     ),
     **dict.fromkeys(("argmax", "argmin"), _reduction),
 }
+
+
+_KEEPS_PENDING = {"reshard", "transpose", "squeeze", "reshape", "reduce_sum"}
 
 
 def updated_dims(operation: Operation) -> list[tuple[int, int]]:
