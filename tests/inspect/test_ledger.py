@@ -356,3 +356,14 @@ def test_what_is_flattened_inside_of_auto_axes_is_still_in_slices():
         assert {(row.kind, row.axes) for row in ledger(total, jax.reshard(x, P(None, "model")))} == {
             ("all-gather", ("model",))
         }
+
+
+def test_functions_that_compilers_write_as_loops_say_when_they_end():
+    """Each of the two loops of an incomplete gamma function goes on while one element on any device changes."""
+    run = lambda x: jax.scipy.special.gammainc(x, x)
+    mesh = tr.make_mesh(data=4, model=2)
+    with jax.set_mesh(mesh):
+        x = jax.reshard(jnp.ones((8, 16)), P("data", None))
+        said, found = ledger(run, x), collectives(jax.jit(run).lower(x).compile(), mesh)
+    assert [(row.kind, row.axes, row.total) for row in said] == [("all-reduce", ("data",), 1)] * 2
+    assert sum(row.total for row in found) == 2

@@ -14,9 +14,12 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from trellis.notation.state import State
 from trellis.program.moves import Move, transition, wire_bytes
 from trellis.program.reading import ENTER, LEAVE, Operation, Value
+from trellis.program.reshaping import RESHAPING
 from trellis.program.sizes import is_auto, num_bytes
 
 GUESS = "the compiler chooses"
@@ -74,7 +77,9 @@ class States:
             return
         if is_auto(out.aval) and name not in _KEEPS_PENDING:
             states = yield from self._summed(operation, states)
-        if name in _RESHAPING:
+        if name in _LOOPS:
+            yield from self._loops(_LOOPS[name], states)
+        if name in RESHAPING:
             yield from self._reshaping(operation, states)
             return
         yield from self._at_the_edges(operation, states)
@@ -110,6 +115,13 @@ class States:
                     yield Implied(move, value.aval, before, state)
                 self.known[value] = state
         return after
+
+    def _loops(self, count: int, states: list[State]) -> Iterator[Implied]:
+        """An elementwise function that compilers write as loops: they end once no element on any device changes."""
+        if axes := self._real(dict.fromkeys(axis for state in states for axis in state.sliced)):
+            flag, pending = jax.ShapeDtypeStruct((), bool), placed((), frozenset(axes))
+            move = Move("all-reduce", axes, 1, wire_bytes("all-reduce", self._count(axes), 1))
+            yield from [Implied(move, flag, pending, placed(()), "once a turn of a while loop")] * count
 
     def again(self, operation: Operation) -> bool:
         """Whether an earlier operation in the same frame had the same operands and parameters: XLA computes and moves a
@@ -245,7 +257,7 @@ class States:
     def _reshaping(self, operation: Operation, states: list[State]) -> Iterator[Implied]:
         """Operations that cut, join or reverse a dimension: free along whole dimensions, left to the compiler along
         sharded ones, for which the row is an estimate."""
-        kind, touched = _RESHAPING[operation.name]
+        kind, touched = RESHAPING[operation.name]
         arrays = 2 if operation.name == "dynamic_update_slice" else 1  # what is written is gathered, too
         for value, state in zip(operation.operands[:arrays], states):
             payload = num_bytes(value.aval) // self._count(state.sliced)
@@ -440,6 +452,7 @@ RULES: dict[str, Callable[[Operation, list[State]], State]] = {
 }
 
 
+_LOOPS = {"igamma": 2, "igammac": 2, "igamma_grad_a": 2}  # how many each is
 _KEEPS_PENDING = {"reshard", "transpose", "squeeze", "reshape", "reduce_sum"}
 
 
@@ -449,41 +462,3 @@ def updated_dims(operation: Operation) -> list[tuple[int, int]]:
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     kept = (i for i in range(len(operation.operands[0].shape)) if i not in gone)
     return list(zip(numbers.update_window_dims, kept))
-
-
-def _cut(operation: Operation) -> list[int]:
-    before, after = operation.operands[0].shape, operation.results[0].shape
-    strides = operation.params.get("strides") or (1,) * len(before)
-    return [i for i, (a, b) in enumerate(zip(before, after)) if a != b and not (strides[i] > 1 and a == b * strides[i])]
-
-
-def _padded(operation: Operation) -> list[int]:
-    """Also one that is cut off at one end by as much as it gets at the other."""
-    return [i for i, config in enumerate(operation.params["padding_config"]) if any(config)]
-
-
-def _updated(operation: Operation) -> list[int]:
-    whole, update = (value.shape for value in operation.operands[:2])
-    return [i for i, (a, b) in enumerate(zip(whole, update)) if a != b]
-
-
-def _all(operation: Operation) -> list[int]:
-    return list(range(len(operation.operands[0].shape)))
-
-
-def _one(name: str) -> Callable[[Operation], list[int]]:
-    return lambda operation: [operation.params[name]]
-
-
-_RESHAPING: dict[str, tuple[str, Callable[[Operation], list[int]]]] = {
-    "slice": ("permute", _cut),
-    "pad": ("permute", _padded),
-    "dynamic_slice": ("all-gather", _cut),
-    "dynamic_update_slice": ("all-gather", _updated),
-    "split": ("permute", _one("axis")),
-    "concatenate": ("all-to-all", _one("dimension")),
-    "rev": ("permute", lambda operation: list(operation.params["dimensions"])),
-    "sort": ("all-gather", _one("dimension")),
-    "top_k": ("all-gather", _all),  # compilers cut none, but where they make a sort of it (a TPU's, of small arrays)
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), ("all-gather", _one("axis"))),
-}
