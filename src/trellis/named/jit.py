@@ -244,7 +244,7 @@ def named_jit(
             if not (said.startswith("select `which` must be scalar") and _of_no_line(error)):
                 _refuse_unplaced(error, said)
             raise MeshError(  # of JAX 0.10.2 to 0.12.0, whose programs for these say nothing of slices
-                "JAX can compute some functions, such as a QR decomposition and betainc, only where no mesh axis slices "
+                "JAX can compute some functions, such as a QR decomposition or betainc, only where no mesh axis slices "
                 "the array, got slices, in named_jit: let each device compute its own slices, with trellis.shard_map, "
                 "or gather the name and go through it one by one, with tr.map instead of vmap"
             ) from error
