@@ -45,7 +45,7 @@ def rename(x: NamedArray, names: Mapping[Name, Name] | None = None, **more: Name
 
 
 def transpose(x: NamedArray, names: Names) -> NamedArray:
-    """The same array with its dimensions in the given order (`"..."` stands for the others in their order, as in `"... embed"`).
+    """The same array with its dimensions in the given order (`"... embed"`: the others stay in theirs).
 
     Names: the given ones.
     Gradient: transposed back; nothing moves.
