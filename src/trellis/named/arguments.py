@@ -58,7 +58,8 @@ def number_of(value: Any, option: str, what: str, fix: str) -> float:
 _WORDS = r"(?:[^.]|\.\S)*"
 _REFUSALS = (
     r"does not accept|must be integers|requires ndarray|not inexact|not compatible with finfo|complex value|"
-    r"complex(?:-valued)? inputs|Invalid integer data type"
+    r"complex(?:-valued)? inputs|Invalid integer data type|no available implicit dtype promotion|"
+    r"Cannot interpret 'key|is not a valid dtype for JAX|Unsupported dtype|do(?:es)? not accept dtypes"
 )
 _OF_A_DTYPE = re.compile(f"{_WORDS}(?:{_REFUSALS}){_WORDS}")
 
