@@ -294,16 +294,16 @@ BREAKERS = (
 )  # fmt: skip
 
 
-def draw(seed: int) -> Case:
+def draw(seed: int, many: bool = False) -> Case:
     """A case with one broken statement at its end, with a mistake in a text, or run too late."""
     rng = np.random.default_rng([seed, 1])
     if rng.random() < 0.2:
-        return mutated.draw(seed)
+        return mutated.draw(seed, many)
     if rng.random() < 0.05:
-        case = dataclasses.replace(whole.draw(seed, "explicit"), earlier=None)
+        case = dataclasses.replace(whole.draw(seed, "explicit", many=many), earlier=None)
         return dataclasses.replace(case, late=True, broken="after its layout")
     for _ in range(100):
-        case, scope = whole.draw_with_scope(int(rng.integers(2**31)), short=True)
+        case, scope = whole.draw_with_scope(int(rng.integers(2**31)), many=many, short=True)
         breakers = [b for b, weight in BREAKERS for _ in range(weight)]
         try:
             made, must = breakers[rng.integers(len(breakers))](scope)
@@ -319,14 +319,14 @@ def draw(seed: int) -> Case:
             derivative=derivative,
         ).pruned()  # fmt: skip
         if made.kind == "another mesh" and case.inputs:
-            case = _moved(rng, case)
+            case = _moved(rng, case, many)
         return case if case.floats() else dataclasses.replace(case, derivative="none")
     raise Unfit
 
 
-def _moved(rng, case: Case) -> Case:
+def _moved(rng, case: Case, many: bool) -> Case:
     """Some inputs on a mesh of their own."""
-    mesh = draw_mesh(rng)
+    mesh = draw_mesh(rng, many)
     names = ", ".join(f"{axis}={size}" for axis, size in mesh)
     count = int(np.prod([size for _, size in mesh]))
     inputs = list(case.inputs)

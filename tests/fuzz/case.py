@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from .layouts import Setting
+from .layouts import MOST, Setting
 from .program import Function, Statement, Value, pruned, squares
 
 HEADER = """\
@@ -21,7 +21,7 @@ from trellis.named import saving
 """
 
 ALONE = """
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", {devices})
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 """
@@ -213,7 +213,8 @@ class Case:
         outside, inside = self.placing()
         head = [f"# Seed {self.seed}" + (f", which breaks a rule: {self.broken}." if self.broken else ".")]
         head += [f"# {line}".rstrip() for line in what.splitlines()]
-        definitions = self.plain_text().replace(HEADER, HEADER + ALONE) + "\n\n" + self.ours_text()
+        alone = ALONE.format(devices=MOST if self.setting.devices > 8 else 8)
+        definitions = self.plain_text().replace(HEADER, HEADER + alone) + "\n\n" + self.ours_text()
         show = ["print(jax.tree.map(np.asarray, got))"]
         names = ", ".join(x.value.var for x in self.inputs)
         run = [f"    got = {self.call()}"]

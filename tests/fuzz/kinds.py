@@ -6,14 +6,19 @@ from . import broken, manual, whole
 from .case import Case
 
 
-def draw(seed: int) -> Case:
-    """The case of a seed: three in five of whole arrays, one of slices, one that breaks a rule."""
+def draw(seed: int, many: bool = False) -> Case:
+    """The case of a seed: three in five of whole arrays, one of slices, one that breaks a rule.
+
+    Args:
+        seed: what to draw from.
+        many: whether it is for 9 to 24 devices, and not for up to 8.
+    """
     share = np.random.default_rng([seed, 0]).random()
     if share < 0.2:
-        return broken.draw(seed)
+        return broken.draw(seed, many)
     if share < 0.38:
-        return manual.draw(seed)
-    return whole.draw(seed)
+        return manual.draw(seed, many)
+    return whole.draw(seed, many=many)
 
 
 def kind(case: Case) -> str:

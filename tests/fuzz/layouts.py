@@ -15,6 +15,13 @@ MESHES = (
     (4, 2), (2, 4), (2, 2), (2, 2), (2, 1), (1, 4), (3, 2), (2, 3), (1, 1),
     (2, 2, 2), (2, 2, 2), (2, 1, 2), (1, 2, 3), (4, 1, 2), (1, 1, 2),
 )  # fmt: skip
+# Of more devices than that, where loops over devices are no longer written out and tables of devices are long.
+MANY_MESHES = (
+    (9,), (12,), (16,), (18,), (24,), (13,),
+    (3, 4), (4, 3), (5, 2), (2, 5), (6, 2), (2, 6), (3, 3), (4, 4), (2, 8), (7, 2), (3, 5), (6, 3), (2, 12), (12, 1),
+    (2, 3, 2), (3, 2, 2), (2, 2, 3), (3, 2, 3), (4, 2, 2), (2, 4, 3), (2, 1, 6), (1, 5, 2), (2, 2, 2, 2), (2, 3, 2, 2),
+)  # fmt: skip
+MOST = max(math.prod(sizes) for sizes in MANY_MESHES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +47,10 @@ class Setting:
         return dict(self.mesh)
 
     @property
+    def devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
     def strict(self) -> bool:
         return "strict=True" in self.options
 
@@ -54,7 +65,7 @@ class Setting:
     def mesh_text(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh)
         kind = ', axis_type="auto"' if self.mode == "auto" else ""
-        return f"tr.make_mesh(jax.devices()[:{math.prod(self.sizes.values())}]{kind}, {sizes})"
+        return f"tr.make_mesh(jax.devices()[:{self.devices}]{kind}, {sizes})"
 
     def text(self) -> str:
         """The context that the program runs in, for `with`."""
@@ -96,16 +107,19 @@ def entries_text(entries: Entries) -> str:
     return "{" + ", ".join(shown) + "}"
 
 
-def draw_mesh(rng: np.random.Generator) -> tuple[tuple[str, int], ...]:
-    """One to three mesh axes, on at most eight devices."""
-    sizes = MESHES[rng.integers(len(MESHES))]
+def draw_mesh(rng: np.random.Generator, many: bool = False) -> tuple[tuple[str, int], ...]:
+    """One to three mesh axes on at most eight devices, or one to four on `many`: 9 to 24."""
+    meshes = MANY_MESHES if many else MESHES
+    sizes = meshes[rng.integers(len(meshes))]
     axes = rng.permutation(AXES)[: len(sizes)] if rng.random() < 0.5 else AXES[: len(sizes)]
     return tuple((str(axis), size) for axis, size in zip(axes, sizes, strict=True))
 
 
-def draw_setting(rng: np.random.Generator, mode: str, mesh: tuple[tuple[str, int], ...] | None = None) -> Setting:
+def draw_setting(
+    rng: np.random.Generator, mode: str, mesh: tuple[tuple[str, int], ...] | None = None, *, many: bool = False
+) -> Setting:
     """A mesh, if none is given, and two maps over the names that programs start with."""
-    mesh = mesh or draw_mesh(rng)
+    mesh = mesh or draw_mesh(rng, many)
     if mode in ("alone", "types", "manual"):
         return Setting(mode, mesh)
     compute = _entries(rng, mesh)

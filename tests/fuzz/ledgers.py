@@ -12,9 +12,10 @@ from trellis.inspect.rows import wire_bytes
 from trellis.program import trace
 
 from .case import Case
+from .layouts import MOST
 from .running import Outcome, prepared
 
-UNIT = math.lcm(*range(1, 9))
+UNIT = math.lcm(*range(1, MOST + 1))
 
 
 def check(case: Case) -> Outcome:

@@ -290,20 +290,20 @@ STEPS = (unary, unary, binary, binary, reduction, along, transpose, join, produc
          reshard, reshard, reshard, reshard, linear, linear, shift, lookup, lookup)  # fmt: skip
 
 
-def draw(seed: int) -> Case:
+def draw(seed: int, many: bool = False) -> Case:
     """The manual case of a seed."""
     rng = np.random.default_rng([seed, 2])
     for _ in range(100):
         try:
-            return _named(rng, seed) if rng.random() < 0.3 else draw_plain(rng, seed)
+            return _named(rng, seed, many) if rng.random() < 0.3 else draw_plain(rng, seed, many)
         except Unfit:
             continue
     raise Unfit
 
 
-def draw_plain(rng, seed: int) -> Case:
+def draw_plain(rng, seed: int, many: bool = False) -> Case:
     """A program of plain arrays, written in the notation."""
-    setting = draw_setting(rng, "manual")
+    setting = draw_setting(rng, "manual", many=many)
     sizes, counter = draw_sizes(rng, setting), itertools.count(1)
     axes = [a for a, _ in setting.mesh]
     left = len(axes) > 1 and rng.random() < 0.25  # to the surrounding program
@@ -370,10 +370,10 @@ def _put(held: Held) -> str:
     return f"jax.device_put({held.value.var}, jax.NamedSharding(mesh, jax.P({spec})))"
 
 
-def _named(rng, seed: int) -> Case:
+def _named(rng, seed: int, many: bool) -> Case:
     """A program of named arrays, on slices of one name or two."""
     inner = int(rng.integers(2**31))
-    case, scope = whole.draw_with_scope(inner, "manual")
+    case, scope = whole.draw_with_scope(inner, "manual", many=many)
     case = case.pruned()
     setting, sizes = case.setting, scope.sizes
     names = [n for n in sizes if any(n in x.value.names for x in case.inputs)]

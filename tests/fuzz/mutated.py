@@ -27,13 +27,13 @@ ALONG = ("jnp.sort({})", "jnp.cumsum({})")  # what there is a dimension for
 LINEAR = ("jnp.cumsum({})", "jnp.mean({})")  # of partial sums no mistake, and of slices each device's own
 
 
-def draw(seed: int) -> Case:
+def draw(seed: int, many: bool = False) -> Case:
     """A manual case with a mistake."""
     rng = np.random.default_rng([seed, 4])
     for _ in range(100):
         mistake = (text, text, text, annotation, forgotten, nonlinear, exchanged)[rng.integers(7)]
         try:
-            case = manual.draw_plain(rng, seed)
+            case = manual.draw_plain(rng, seed, many)
             broken = mistake(rng, case)
         except Unfit:
             continue

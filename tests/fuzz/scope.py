@@ -10,7 +10,7 @@ from .layouts import NAMES, Setting
 from .program import Dims, Function, Statement, Value
 
 NEW_NAMES = ("key_pos", "head_dim", "picked", "out", "draw", "side")
-LARGEST = 4096  # elements of a value
+LARGEST = 4096  # elements of a value, for each eight devices
 RANK = 5
 
 
@@ -74,7 +74,7 @@ class Scope:
 
     def value(self, dims: Dims, dtype: str = "f32", below: int = 0) -> Value:
         """A new variable, if it may be as large as that."""
-        if len(dims) > RANK or np.prod([size for _, size in dims], initial=1) > LARGEST:
+        if len(dims) > RANK or np.prod([size for _, size in dims], initial=1) > LARGEST * -(-self.setting.devices // 8):
             raise Unfit
         names = [name for name, _ in dims]
         if len(set(names)) < len(names) or self.mapped & set(names):

@@ -58,6 +58,14 @@ def test_a_seed_is_one_program():
     assert [kinds.draw(seed).text() for seed in range(40)] == [kinds.draw(seed).text() for seed in range(40)]
 
 
+def test_programs_are_drawn_for_many_devices():
+    cases = [kinds.draw(seed, many=True) for seed in range(80)]
+    assert all(8 < case.setting.devices <= 24 for case in cases)
+    assert {len(case.setting.mesh) for case in cases} == {1, 2, 3, 4}
+    assert any(len(axes) > 1 for case in cases for _, axes in case.setting.compute)
+    assert '"jax_num_cpu_devices", 24' in cases[0].text() and '"jax_num_cpu_devices", 8' in kinds.draw(0).text()
+
+
 def test_a_table_of_what_ran():
     tally = Tally()
     assert not tally.add(

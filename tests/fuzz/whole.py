@@ -18,17 +18,19 @@ GROUPS = (
 MODES = ("explicit",) * 12 + ("auto",) * 3 + ("types",) * 2 + ("alone",) * 2
 
 
-def draw(seed: int, mode: str | None = None) -> Case:
+def draw(seed: int, mode: str | None = None, *, many: bool = False) -> Case:
     """The case of a seed."""
-    case = draw_with_scope(seed, mode)[0].pruned()
+    case = draw_with_scope(seed, mode, many=many)[0].pruned()
     return case if case.floats() else dataclasses.replace(case, derivative="none")
 
 
-def draw_with_scope(seed: int, mode: str | None = None, *, short: bool = False) -> tuple[Case, Scope]:
+def draw_with_scope(
+    seed: int, mode: str | None = None, *, many: bool = False, short: bool = False
+) -> tuple[Case, Scope]:
     """The case of a seed, and what further statements would be drawn from."""
     rng = np.random.default_rng(seed)
     mode = mode or MODES[rng.integers(len(MODES))]
-    setting = draw_setting(rng, mode)
+    setting = draw_setting(rng, mode, many=many)
     sizes = draw_sizes(rng, setting)
     counter = itertools.count(1)
     run = str(rng.choice(["jax.jit"] * 4 + ["tr.named_jit"] * 2 + ["eager"]))

@@ -11,19 +11,20 @@ from .case import Case
 from .running import Outcome
 
 
-def work(seeds: list[int], *, only: str, shrink: float, ledger_share: float) -> None:
+def work(seeds: list[int], *, only: str, shrink: float, ledger_share: float, many: bool = False) -> None:
     """Runs the cases of some seeds; of the first failure of each kind it looks for a smaller one.
 
     Args:
         only: how the kinds that are run begin, empty for all.
         shrink: seconds to look for a smaller one.
         ledger_share: of programs whose ledger is held against the compiled program.
+        many: whether they are for 9 to 24 devices, and not for up to 8.
     """
     known: set[tuple[str, str]] = set()
     for seed in seeds:
         _say(seed=seed)
         begin = time.monotonic()
-        case = kinds.draw(seed)
+        case = kinds.draw(seed, many)
         if not kinds.kind(case).startswith(only):
             _say(seed=seed, skipped=True)
             continue

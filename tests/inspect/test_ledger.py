@@ -344,3 +344,26 @@ def test_a_mapped_lookups_gradient_stays_where_its_rows_are():
         gradient = jax.jit(tr.grad(lambda x: tr.vmap(lambda x, ids: tr.take_along(x, "e", ids), "b")(x, ids).sum()))
         assert not ledger(gradient, x).rows
         assert not re.findall(r"all-\w+\(|collective-\w+\(", gradient.lower(x).compile().as_text())
+
+
+def test_what_is_flattened_inside_of_auto_axes_is_still_in_slices():
+    """Of the first of joined dimensions slices stay slices, whose sum is one over devices; others are gathered."""
+    total = lambda x: jax.sharding.auto_axes(lambda x: jnp.vdot(x, x), out_sharding=P())(x)
+    with jax.set_mesh(tr.make_mesh(data=4, model=2)):
+        x = jnp.ones((8, 16))
+        (row,) = ledger(total, jax.reshard(x, P("data", None)))
+        assert (row.kind, row.axes) == ("all-reduce", ("data",))
+        assert {(row.kind, row.axes) for row in ledger(total, jax.reshard(x, P(None, "model")))} == {
+            ("all-gather", ("model",))
+        }
+
+
+def test_functions_that_compilers_write_as_loops_say_when_they_end():
+    """Each of the two loops of an incomplete gamma function goes on while one element on any device changes."""
+    run = lambda x: jax.scipy.special.gammainc(x, x)
+    mesh = tr.make_mesh(data=4, model=2)
+    with jax.set_mesh(mesh):
+        x = jax.reshard(jnp.ones((8, 16)), P("data", None))
+        said, found = ledger(run, x), collectives(jax.jit(run).lower(x).compile(), mesh)
+    assert [(row.kind, row.axes, row.total) for row in said] == [("all-reduce", ("data",), 1)] * 2
+    assert sum(row.total for row in found) == 2

@@ -162,6 +162,7 @@ def test_a_scatter_may_give_slices_in_another_order():
     first = dataclasses.replace(ROWS[0], kind="reduce-scatter", axes=("data", "model"))
     second = dataclasses.replace(first, kind="permute", payload=128)
     assert found(text, (first, second, ROWS[1])).right
+    assert found(text, (first, dataclasses.replace(second, axes=("model",)), ROWS[1])).right  # along some of them
     assert not found(text, (first, dataclasses.replace(second, what="other"), ROWS[1])).right
     assert len(found(PROGRAM, (first, second, ROWS[1])).missing) == 2
 
@@ -323,6 +324,24 @@ def test_permutes_go_along_axes():
     assert axes_of_pairs([(0, 1), (1, 0), (2, 3), (3, 0)], mesh) == ()
     assert axes_of_pairs([(0, 2), (1, 3)], mesh) == ("data",)
     assert axes_of_pairs([(0, 0), (1, 1), (2, 3), (3, 2)], mesh) == ("data", "model")
+
+
+def test_a_permute_may_send_any_of_several_copies():
+    """Which of the devices along the third axis a slice comes from is the compiler's affair."""
+    mesh = tr.make_mesh(jax.devices()[:8], x=2, y=2, z=2)
+    with jax.set_mesh(mesh):
+        x = jax.reshard(jnp.ones((8, 4)), jax.P("z"))
+        move = lambda x: jnp.sin(tr.reshard("batch/z embed -> batch/x embed", x))
+        text = jax.jit(move).lower(x).compile().as_text()
+        assert structure_of(ledger(move, x), text, mesh).right
+        pairs = re.search(r"source_target_pairs=(\{\{.*?\}\})", text)[1]
+        other = "{{0,0},{1,6},{2,1},{3,7},{4,2},{5,4},{6,3},{7,5}}"  # along x, y and z
+        assert axes_of_pairs([(0, 0), (1, 6), (2, 1), (3, 7), (4, 2), (5, 4), (6, 3), (7, 5)], mesh.shape) == (
+            "x",
+            "y",
+            "z",
+        )
+        assert structure_of(ledger(move, x), text.replace(pairs, other), mesh).right
 
 
 def test_groups_hold_each_device_once():

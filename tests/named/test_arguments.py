@@ -39,6 +39,18 @@ WRONG = {
         lambda: X & 1,
         r"must have operands of dtypes that JAX accepts, got f32\[batch=4 embed=6\] and 1 .*astype",
     ),
+    "eight bits and more": (
+        lambda: X + X.astype("float8_e4m3fn"),
+        r"operands of dtypes that JAX accepts, got f32\[.*\] and f8_e4m3fn\[batch=4 embed=6\] in add .*: cast with",
+    ),
+    "keys as numbers": (
+        lambda: tr.logsumexp(tr.random.split(jax.random.key(0), "batch", 4)),
+        r"operands of dtypes that JAX accepts, got key\[batch=4\] in logsumexp",
+    ),
+    "one array to join": (
+        lambda: tr.concatenate(jnp.ones((2, 2)), "batch"),
+        r"concatenate takes a list of named arrays, got f32\[2 2\]: pass a list",
+    ),
     "truths made probabilities": (
         lambda: tr.softmax(X > 0, "embed"),
         r"operands of dtypes that JAX accepts, got bool_\[batch=4 embed=6\] in softmax \(sub does not accept .*cast",

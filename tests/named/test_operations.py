@@ -133,6 +133,13 @@ def test_dot_and_einsum():
 names = st.sampled_from("abcde")
 
 
+def test_a_transposition_names_some_dimensions_in_any_place():
+    x = tr.zeros({"a": 2, "b": 3, "c": 4})
+    assert [x.transpose(text).names for text in ("c ...", "... a", "c ... a", "b c a ...")] == [
+        ("c", "a", "b"), ("b", "c", "a"), ("c", "b", "a"), ("b", "c", "a"),
+    ]  # fmt: skip
+
+
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(st.data())
 def test_einsum_against_numpy(data):

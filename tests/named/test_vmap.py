@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
-from trellis import nn
+from trellis import f32, nn
 from trellis.mesh import MeshError
 from trellis.named import NamesError
 
@@ -203,6 +203,25 @@ def test_linear_algebra_is_mapped_one_row_after_the_other():
             with pytest.raises(MeshError, match="tr.map"):
                 run(tr.vmap(fn, "b"))(x)
         np.testing.assert_allclose(tr.named_jit(tr.map(inverse, "b"))(x), np.linalg.inv(rows), rtol=1e-5)
+
+
+@pytest.mark.parametrize("decompose", [jnp.linalg.inv, lambda x: jnp.linalg.qr(x)[1]])
+def test_linear_algebra_of_plain_arrays_is_refused_and_each_device_has_its_own(decompose):
+    rows = np.stack([np.eye(4, dtype=np.float32) * (i + 2) + 0.1 for i in range(8)])
+
+    @tr.shard_map
+    def own(x: f32["b/data i j"]) -> f32["b/data i j"]:
+        return decompose(x)
+
+    with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):
+        x = tr.from_numpy(rows, "b i j")
+        with pytest.raises(MeshError, match=r"with trellis\.shard_map"):
+            tr.named_jit(lambda x: x.with_array(decompose(x.array)))(x)
+        with pytest.raises(tr.NamesError, match="with trellis.shard_map"):
+            tr.lift(decompose)(x)
+        np.testing.assert_allclose(own(x.array), decompose(rows), rtol=1e-4, atol=1e-6)
+        grad = jax.jit(jax.grad(lambda x: (own(x) ** 2).sum()))(x.array)
+    np.testing.assert_allclose(grad, jax.grad(lambda x: (decompose(x) ** 2).sum())(rows), rtol=1e-3, atol=1e-4)
 
 
 UPDATES = {

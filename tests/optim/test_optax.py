@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import trellis as tr
-from trellis.optim import on_arrays
+from trellis.optim import by_compiler, on_arrays
 from trellis.train import Checkpoints
 
 RATE = 0.1
@@ -22,6 +22,11 @@ RULES = {
     "zero_nans": lambda: optax.chain(on_arrays(optax.zero_nans()), optax.sgd(RATE)),
     "reduce_on_plateau": lambda: optax.chain(optax.sgd(RATE), optax.contrib.reduce_on_plateau()),
     "polyak_sgd": lambda: optax.polyak_sgd(RATE),
+    "muon": lambda: by_compiler(optax.contrib.muon(RATE)),
+    "prodigy": lambda: by_compiler(optax.contrib.prodigy()),
+    "momo": lambda: by_compiler(optax.contrib.momo(RATE)),
+    "lbfgs": lambda: by_compiler(on_arrays(optax.lbfgs(RATE, linesearch=None))),
+    "apply_if_finite": lambda: by_compiler(optax.apply_if_finite(optax.adam(RATE), 3)),
 }
 
 
@@ -72,6 +77,40 @@ def test_products_of_whole_arrays_need_automatic_axes():
     with layout("auto"):
         sliced, _ = steps(rule)
     np.testing.assert_allclose(alone["weight"].array, sliced["weight"].array, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rule_that_knows_nothing_of_slices_is_refused_with_what_to_do():
+    for rule in (optax.contrib.prodigy(), optax.apply_if_finite(optax.adam(RATE), 3)):
+        with layout(), pytest.raises(tr.MeshError, match=r"test_optax\.py:\d+: wrap the rule in trellis\.optim\.by_c"):
+            steps(rule)
+
+
+def test_updates_are_sliced_like_the_parameters_and_the_ledger_has_what_the_rule_moves():
+    rule = by_compiler(optax.contrib.momo(RATE))
+    with layout():
+        now = tr.shard(params())
+        state = rule.init(now)
+        run = lambda updates, state: rule.update(updates, state, now, value=jnp.float32(1))
+        updates, _ = jax.jit(run)(now, state)
+        ledger = tr.ledger(run, now, state)
+    assert tr.typeof(updates["weight"]) == "f32[embed/data=8 mlp/model=16]"
+    assert {"data", "model"} <= {axis for row in ledger for axis in row.axes}
+
+
+def test_gradients_for_each_example():
+    """Such a rule gets gradients with a name more than the parameters have."""
+    rule = on_arrays(optax.contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0)))
+    square = lambda weight, x: tr.square(tr.dot(weight, x, over="embed")).mean()
+
+    def step():
+        weight, x = params()["weight"], tr.from_numpy(np.ones((4, 8), np.float32), "batch embed")
+        each = tr.vmap(lambda weight, x: tr.grad(square)(weight, x), "batch")(weight, x)
+        return rule.update(each, rule.init(weight), weight)[0]
+
+    alone = step()
+    with layout():
+        np.testing.assert_allclose(alone, step(), rtol=1e-5)
+    assert alone.names == ("embed", "mlp")
 
 
 def test_a_masked_state_is_saved_and_restored(tmp_path):

@@ -1,5 +1,6 @@
 """Runs side by side, in the terminal and as a page; a run's page, served while it trains."""
 
+import http.server
 import json
 import re
 import threading
@@ -132,6 +133,7 @@ def get(url: str) -> str:
 def test_a_run_is_served_while_it_trains(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
+    (folder / ".lock").touch()
     with serve(folder, host="127.0.0.1", port=0, every=7) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}/"
@@ -157,9 +159,24 @@ def test_a_run_is_served_while_it_trains(tmp_path):
         server.shutdown()
 
 
+def test_a_watcher_says_at_once_what_it_waits_for(tmp_path, capsys, monkeypatch):
+    def interrupted(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(http.server.ThreadingHTTPServer, "serve_forever", interrupted)
+    (tmp_path / "run.yaml").touch()
+    code, out, _ = trellis(capsys, "watch", tmp_path, "--port", 0)
+    assert code == 0 and "no step yet: the page waits for metrics.jsonl" in out
+    (tmp_path / "metrics.jsonl").touch()
+    assert "no step yet" not in trellis(capsys, "watch", tmp_path, "--port", 0)[1]
+
+
 def test_what_cannot_be_served_is_refused(tmp_path, capsys):
     code, _, err = trellis(capsys, "watch", tmp_path / "absent")
     assert code == 2 and "A run to watch must have a folder." in err
+    code, _, err = trellis(capsys, "watch", tmp_path)
+    assert code == 2 and "A folder to watch must be a run's." in err and "metrics.jsonl, .lock, but nothing" in err
+    (tmp_path / "run.yaml").touch()
     code, _, err = trellis(capsys, "watch", tmp_path, "--port", 70000)
     assert code == 2 and "`--port` must be from 0 to 65535." in err
     code, _, err = trellis(capsys, "watch", tmp_path, "--host", "256.0.0.1", "--port", 0)

@@ -26,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis watch`."""
-    from trellis.pages.serve import serve
+    from trellis.pages.serve import serve, waits_for
 
     for name, value, least, most in (("port", args.port, 0, 65535), ("every", args.every, 1, 86400)):
         if not least <= value <= most:
@@ -35,6 +35,8 @@ def execute(args: argparse.Namespace) -> int:
     server = serve(Path(args.folder), host=args.host, port=args.port, every=args.every)
     port = server.server_address[1]
     print(f"watching {args.folder} at http://{args.host}:{port}, until Ctrl-C")
+    if waits := waits_for(Path(args.folder)):
+        print(f"{waits}: the page waits for metrics.jsonl, which the first step writes")
     print(
         f"from another machine: ssh -N -L {port}:127.0.0.1:{port} THIS_MACHINE, then http://127.0.0.1:{port}",
         flush=True,

@@ -285,7 +285,7 @@ class Stock:
         for before, match in itertools.pairwise(matches):
             same = before.row.what == match.row.what and before.row.source == match.row.source
             scattered = (before.key.kind, match.key.kind) == ("reduce-scatter", "permute")
-            if same and scattered and before.key.axes == match.key.axes:
+            if same and scattered and before.key.axes >= match.key.axes:
                 runs = min(before.row.times - before.missing, match.missing)
                 match.done("a scatter in another order", runs)
 

@@ -77,6 +77,15 @@ def _exchanged(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
             yield ((key._replace(kind="all-to-all"), 1), (Key("permute", axes | {other}, elements, whole), 1))
 
 
+def _of_other_copies(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
+    """A permute that takes what a device is to have from any of those that hold the same along other mesh axes."""
+    if key.kind == "permute":
+        others = sorted(sizes.keys() - key.axes)
+        for count in range(1, len(others) + 1):
+            for more in itertools.combinations(others, count):
+                yield ((key._replace(axes=key.axes.union(more)), 1),)
+
+
 def _gathered(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
     """Everything to every device, which takes what it needs."""
     kind, axes, elements, whole, _ = key
@@ -92,6 +101,7 @@ WAYS: dict[str, Way] = {
     "one mesh axis after the other, all-reduce and slice": _summed_in_steps,
     "reduce-scatter, and all-reduce over other mesh axes": _scattered_and_summed,
     "permutes": _permutes,
+    "permute of other copies": _of_other_copies,
     "all-to-all": _as("permute", "all-to-all"),
     "all-to-all and permute": _exchanged,
     "all-gather and slice": _gathered,

@@ -58,7 +58,8 @@ def number_of(value: Any, option: str, what: str, fix: str) -> float:
 _WORDS = r"(?:[^.]|\.\S)*"
 _REFUSALS = (
     r"does not accept|must be integers|requires ndarray|not inexact|not compatible with finfo|complex value|"
-    r"complex(?:-valued)? inputs|Invalid integer data type"
+    r"complex(?:-valued)? inputs|Invalid integer data type|no available implicit dtype promotion|"
+    r"Cannot interpret 'key|is not a valid dtype for JAX|Unsupported dtype|do(?:es)? not accept dtypes"
 )
 _OF_A_DTYPE = re.compile(f"{_WORDS}(?:{_REFUSALS}){_WORDS}")
 
@@ -81,6 +82,19 @@ def dtypes_of_jax(args, what: str) -> Generator[None]:
         ) from error
 
 
+def unplaced(error: Exception) -> str | None:
+    """What JAX says where its types do not know how a result of sliced arrays is sliced; None for any other error."""
+    said, *rest = str(error).split("\n")
+    if isinstance(error, TrellisError):
+        return None
+    if said.startswith("cond branches must have equal output types"):  # and differ in how they are sliced
+        differ = [line.strip() for line in rest if "@" in line]
+        return f"{said.rstrip('.:')}: {differ[0]}" if differ else None
+    typed = type(error).__name__ == "ShardingTypeError"  # it has no public name
+    known = said.startswith(("Resource axis", "scan body function", "Mapped away dimension"))
+    return said.rstrip(".:") if typed or known else None
+
+
 @contextlib.contextmanager
 def slices_of_jax(args, what: str) -> Generator[None]:
     """Puts into our words that JAX cannot place the results of a user's function of sliced arrays.
@@ -90,15 +104,14 @@ def slices_of_jax(args, what: str) -> Generator[None]:
     """
     try:
         yield
-    except Exception as error:  # one class has no public name
-        said = str(error).split("\n")[0]
-        typed = type(error).__name__ == "ShardingTypeError" or said.startswith(("Resource axis", "scan body function"))
-        if not typed or isinstance(error, TrellisError):
+    except Exception as error:
+        if not (said := unplaced(error)):
             raise
         raise NamesError(
             "JAX can compute a function of slices only if it knows how the result is sliced, got "
-            f"{' and '.join(map(shown, args))} in {what} ({shortened(said.rstrip('.:'), 160)}): gather them first, "
-            "with shard(x, {}), or build it from named operations"
+            f"{' and '.join(map(shown, args))} in {what} ({shortened(said, 160)}): gather them first, with "
+            "shard(x, {}), build it from named operations, or let each device compute its own slices, with "
+            "trellis.shard_map"
         ) from error
 
 

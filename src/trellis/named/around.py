@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from trellis._compat import bind, is_tracer, scan_counts
+from trellis.mesh.manual.take import is_narrow
 
 
 def scan_of(body: Callable, carry, moving, *, wide: bool = True, **how):
@@ -34,12 +35,7 @@ def scan_of(body: Callable, carry, moving, *, wide: bool = True, **how):
 
 def any_narrow(tree) -> bool:
     """Whether a gradient may be taken of any value of fewer bits in a tree."""
-    return any(map(_is_narrow, jax.tree.leaves(tree)))
-
-
-def _is_narrow(x) -> bool:
-    """Whether it is a value that a gradient may be taken of, in a float type of fewer bits than float32."""
-    return is_tracer(x) and jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
+    return any(is_tracer(x) and is_narrow(x) for x in jax.tree.leaves(tree))
 
 
 def _with_wide_sums(jaxpr: Jaxpr, consts: list, given: list) -> list:
@@ -60,7 +56,7 @@ def _widened(loop: JaxprEqn, operands: list) -> list:
     """A loop over values of few bits, on these values in float32."""
     constants, carried = scan_counts(loop.params)
     run, types = jaxpr_as_fun(loop.params["jaxpr"]), [x.dtype for x in operands[:constants]]
-    around = [_cast(x, jnp.float32) if _is_narrow(x) else x for x in operands[:constants]]
+    around = [_cast(x, jnp.float32) if any_narrow(x) else x for x in operands[:constants]]
 
     def body(carry, moving):
         results = run(*map(_cast, around, types), *carry, *moving)

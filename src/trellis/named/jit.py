@@ -3,21 +3,23 @@
 import dataclasses
 import functools
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 import jax
 import numpy as np
 
 from trellis._compat import is_tracer
-from trellis.errors import TrellisError
+from trellis.errors import TrellisError, shortened
 from trellis.frames import in_a_library
 from trellis.mesh.landing import put
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.meshes import MeshError
 from trellis.mesh.platform import are_cpus
 from trellis.mesh.reshard import place
-from trellis.named.arguments import function_of
+from trellis.named.arguments import function_of, unplaced
 from trellis.named.array import NamedArray, check_rank, holds_none, is_named
 from trellis.named.axis import NamesError
 from trellis.named.operand import in_order_here, on_mesh
@@ -121,6 +123,28 @@ def abstract(tree, which="params"):
     return jax.tree.map(leaf, tree, is_leaf=is_named)
 
 
+def _refuse_unplaced(error: Exception, said: str) -> NoReturn:
+    """Puts into our words that JAX's types refuse what a function does with plain arrays in slices.
+
+    Raises:
+        MeshError: with the user's line and what to write instead.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(f"{os.sep}optax{os.sep}" in frame.f_code.co_filename for frame in frames):
+        fix = "wrap the rule in trellis.optim.by_compiler, which leaves its slices to the compiler"
+    else:
+        fix = (
+            "use named operations, jax.reshard the arrays first, or let each device compute its own slices, with "
+            "trellis.shard_map"
+        )
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if not in_a_library(f.filename)]
+    where = f"{os.path.basename(lines[-1].filename)}:{lines[-1].lineno}" if lines else "named_jit"
+    raise MeshError(
+        "JAX can compute an operation on plain arrays in slices only if it knows how the result is sliced, got one "
+        f"where it does not ({shortened(said, 240)}), in {where}: {fix}"
+    ) from error
+
+
 def _of_no_line(error: Exception) -> bool:
     """Whether JAX raised an error while it compiled, when no line of the function was running."""
     return all(in_a_library(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -214,12 +238,15 @@ def named_jit(
         before = traced
         try:
             results = compiled(*args, **kwargs)
-        except Exception as error:  # of JAX 0.10.2 to 0.12.0, whose program for QR says nothing of slices
-            if not (str(error).startswith("select `which` must be scalar") and _of_no_line(error)):
+        except Exception as error:
+            if not (said := unplaced(error)):
                 raise
-            raise MeshError(
-                "JAX can compute a QR decomposition, and what is made of one, only where no mesh axis slices it, got "
-                "slices, in named_jit: map the function along the sliced name with tr.map instead of vmap"
+            if not (said.startswith("select `which` must be scalar") and _of_no_line(error)):
+                _refuse_unplaced(error, said)
+            raise MeshError(  # of JAX 0.10.2 to 0.12.0, whose programs for these say nothing of slices
+                "JAX can compute some functions, such as a QR decomposition or betainc, only where no mesh axis slices "
+                "the array, got slices, in named_jit: let each device compute its own slices, with trellis.shard_map, "
+                "or gather the name and go through it one by one, with tr.map instead of vmap"
             ) from error
         if traced > before:
             read(*args, **kwargs)

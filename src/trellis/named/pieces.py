@@ -93,8 +93,8 @@ def _joined(name: str, arrays: list[NamedArray], what: str, sizes_differ: bool):
 
 
 def _several(arrays: Sequence[NamedArray], what: str) -> list[NamedArray]:
-    if isinstance(arrays, NamedArray) or not arrays:
-        seen = typeof(arrays) if isinstance(arrays, NamedArray) else "none"
+    if hasattr(arrays, "dtype") or not arrays:
+        seen = typeof(arrays) if hasattr(arrays, "dtype") else "none"
         raise NamesError(f"{what} takes a list of named arrays, got {seen}: pass a list of one array or more")
     return [operand(x, what) for x in arrays]
 

@@ -45,7 +45,7 @@ def rename(x: NamedArray, names: Mapping[Name, Name] | None = None, **more: Name
 
 
 def transpose(x: NamedArray, names: Names) -> NamedArray:
-    """The same array with its dimensions in the given order (`"... embed"` keeps the others' order in front).
+    """The same array with its dimensions in the given order (`"... embed"`: the others stay in theirs).
 
     Names: the given ones.
     Gradient: transposed back; nothing moves.
@@ -53,9 +53,9 @@ def transpose(x: NamedArray, names: Names) -> NamedArray:
     """
     x = operand(x, "transpose", pending=True)
     words = names_of(names, "transpose", "write transpose(x, '... embed') or a tuple of names")
-    if words and words[0] == "...":
-        named = {w.name if isinstance(w, Axis) else w for w in words[1:]}
-        words = [n for n in x.names if n not in named] + words[1:]
+    if "..." in words:
+        named, at = {w.name if isinstance(w, Axis) else w for w in words}, words.index("...")
+        words[at : at + 1] = [n for n in x.names if n not in named]
     order = [x.index(w) for w in words]
     if sorted(order) != list(range(len(x.names))):
         shown = " ".join(str(getattr(w, "name", w)) for w in words)

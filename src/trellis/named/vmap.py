@@ -164,8 +164,9 @@ def _in_our_words(error: Exception) -> str | None:
     if type(error).__name__ == "ShardingTypeError":  # a private name of JAX's
         return (
             "JAX can map an operation over slices only if it knows how they are sliced, got one where it does not "
-            f"({text.splitlines()[0]}), in vmap: use named operations, use where(...) instead of cond, use tr.map "
-            "instead of vmap for linear algebra, or remove that name from the layout's compute"
+            f"({text.splitlines()[0]}), in vmap: use named operations, use where(...) instead of cond, or for linear "
+            "algebra let each device compute its own slices, with trellis.shard_map (tr.map gathers the name and "
+            "goes through it one by one)"
         )
     return None
 

@@ -1,6 +1,7 @@
 """Schedules and update rules, over Optax."""
 
 from trellis.optim.averaging import average
+from trellis.optim.by_compiler import by_compiler
 from trellis.optim.config import (
     WSD,
     Adafactor,
@@ -33,6 +34,7 @@ __all__ = [
     "Schedule",
     "all_finite",
     "average",
+    "by_compiler",
     "decayed",
     "learning_rate",
     "learning_rates",

@@ -10,6 +10,8 @@ from trellis.pages.read import read_folder
 from trellis.pages.run import page, state
 from trellis.run.folder import was_left
 
+_OF_A_RUN = ("run.yaml", "metrics.jsonl", ".lock")  # one of them is there as soon as a run has a folder
+
 
 def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.ThreadingHTTPServer:
     """A server of one page, made from the folder's files at each request; call its `serve_forever`.
@@ -21,11 +23,15 @@ def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.Thre
         every: seconds after which a browser reloads the page of a run that is training.
 
     Raises:
-        UserError: there is no such folder, or the address cannot be used.
+        UserError: there is no such folder, it is no run's, or the address cannot be used.
     """
+    fix = "name the folder of a run, as in `trellis watch runs/NAME-DATE`"
     if not folder.is_dir():
-        fix = "name the folder of a run, as in `trellis watch runs/NAME-DATE`"
         raise UserError("A run to watch must have a folder.", seen="no such folder", where=str(folder), fix=fix)
+    if not any((folder / name).exists() for name in _OF_A_RUN):
+        held = sorted(path.name for path in folder.iterdir())
+        seen = f"none of {', '.join(_OF_A_RUN)}, but {', '.join(held[:5]) or 'nothing'}{', ...' * (len(held) > 5)}"
+        raise UserError("A folder to watch must be a run's.", seen=seen, where=str(folder), fix=fix)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -53,6 +59,13 @@ def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.Thre
         ) from None
 
 
+def waits_for(folder: Path) -> str:
+    """What the page of a run waits for before it shows anything; empty if the run has made a step."""
+    if (folder / "metrics.jsonl").is_file():
+        return ""
+    return f"no step yet{', and no process trains here' if was_left(folder) else ''}"
+
+
 def _current(folder: Path, every: int) -> str:
     again = tag("meta", http_equiv="refresh", content=every)
     try:
@@ -60,8 +73,8 @@ def _current(folder: Path, every: int) -> str:
     except UserError as error:
         if not folder.is_dir():
             said = f"{folder} is no longer a folder"
-        elif not (folder / "metrics.jsonl").is_file():
-            said = f"no step yet{', and no process trains here' if was_left(folder) else ''}"
+        elif waits := waits_for(folder):
+            said = waits
         else:
             said = str(error)
         return f"<!doctype html><html><head>{again}</head><body>{tag('pre', said)}</body></html>"

@@ -14,9 +14,12 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from trellis.notation.state import State
 from trellis.program.moves import Move, transition, wire_bytes
 from trellis.program.reading import ENTER, LEAVE, Operation, Value
+from trellis.program.reshaping import RESHAPING
 from trellis.program.sizes import is_auto, num_bytes
 
 GUESS = "the compiler chooses"
@@ -72,7 +75,11 @@ class States:
         rule = RULES.get(name)
         if rule is None and not any(state.sliced or state.pending for state in states):
             return
-        if name in _RESHAPING:
+        if is_auto(out.aval) and name not in _KEEPS_PENDING:
+            states = yield from self._summed(operation, states)
+        if name in _LOOPS:
+            yield from self._loops(_LOOPS[name], states)
+        if name in RESHAPING:
             yield from self._reshaping(operation, states)
             return
         yield from self._at_the_edges(operation, states)
@@ -97,6 +104,24 @@ class States:
         unclear = not self.unclear.isdisjoint((*operation.results, *operation.operands))
         for move in transition(natural, after, num_bytes(out.aval), self.sizes):
             yield Implied(move, out.aval, natural, after, GUESS if unclear else "")
+
+    def _summed(self, operation: Operation, states: list[State]) -> Generator[Implied, None, list[State]]:
+        """Sums what is pending of the operands where no type says when: compilers wait for no later operation."""
+        values = [value for value in operation.operands if hasattr(value.aval, "shape")]
+        after = [dataclasses.replace(state, pending=frozenset()) for state in states]
+        for value, before, state in zip(values, states, after):
+            if before.pending and self[value].pending:  # else it is an operand twice
+                for move in transition(before, state, num_bytes(value.aval), self.sizes):
+                    yield Implied(move, value.aval, before, state)
+                self.known[value] = state
+        return after
+
+    def _loops(self, count: int, states: list[State]) -> Iterator[Implied]:
+        """An elementwise function that compilers write as loops: they end once no element on any device changes."""
+        if axes := self._real(dict.fromkeys(axis for state in states for axis in state.sliced)):
+            flag, pending = jax.ShapeDtypeStruct((), bool), placed((), frozenset(axes))
+            move = Move("all-reduce", axes, 1, wire_bytes("all-reduce", self._count(axes), 1))
+            yield from [Implied(move, flag, pending, placed(()), "once a turn of a while loop")] * count
 
     def again(self, operation: Operation) -> bool:
         """Whether an earlier operation in the same frame had the same operands and parameters: XLA computes and moves a
@@ -153,6 +178,10 @@ class States:
         moved: list[tuple[str, tuple[str, ...], int]] = []
         if operation.name == "fft" and (axes := self._real(state.sliced)):
             moved.append(("all-gather", axes, num_bytes(source.aval)))
+        elif operation.name == "reshape" and is_auto(operation.results[0].aval):
+            kept = _reshape(operation, states).sliced
+            if axes := tuple(axis for axis in self._real(state.sliced) if axis not in kept):
+                moved.append(("all-gather", axes, num_bytes(source.aval)))
         elif operation.name == "reshape" and (axes := self._regrouped(operation, state)):
             moved.append(("all-to-all", axes, num_bytes(source.aval) // self._count(axes)))
         elif operation.name.startswith("reduce_window"):
@@ -179,8 +208,6 @@ class States:
     def _regrouped(self, operation: Operation, state: State) -> tuple[str, ...]:
         """The mesh axes whose slices hold other elements of an array in its new shape, though they slice both."""
         out = operation.results[0]
-        if is_auto(out.aval):
-            return ()
         before, after = (self._blocks(*of) for of in ((operation.operands[0].shape, state), (out.shape, out.state)))
         return tuple(axis for axis in before if before[axis] != after.get(axis, before[axis]))
 
@@ -230,7 +257,7 @@ class States:
     def _reshaping(self, operation: Operation, states: list[State]) -> Iterator[Implied]:
         """Operations that cut, join or reverse a dimension: free along whole dimensions, left to the compiler along
         sharded ones, for which the row is an estimate."""
-        kind, touched = _RESHAPING[operation.name]
+        kind, touched = RESHAPING[operation.name]
         arrays = 2 if operation.name == "dynamic_update_slice" else 1  # what is written is gathered, too
         for value, state in zip(operation.operands[:arrays], states):
             payload = num_bytes(value.aval) // self._count(state.sliced)
@@ -342,13 +369,21 @@ def _squeeze(operation: Operation, states: list[State]) -> State:
 
 
 def _reshape(operation: Operation, states: list[State]) -> State:
-    """A mesh axis that the result's type has stays where it has it; one that it lacks is gathered at the front."""
+    """A mesh axis that the result's type has stays where it has it; one that it lacks is gathered at the front.
+
+    Where types say nothing, it stays with a dimension that begins with the same elements: the first of those that are
+    joined or cut.
+    """
     state, out = states[0], operation.results[0]
     if is_auto(out.aval):
-        before, shape = operation.operands[0].shape, out.shape
-        if before[: len(shape)] != shape[: len(before)]:
-            return placed([()] * len(shape))
-        return placed((*state.axes, *[()] * len(shape))[: len(shape)], state.pending, state.copied)
+        before, shape, sizes = operation.operands[0].shape, out.shape, out.aval.sharding.mesh.shape
+        found: list[tuple[str, ...]] = [()] * len(shape)
+        for index, axes in enumerate(state.axes):
+            whole, count = math.prod(before[index:]), math.prod(sizes[axis] for axis in axes)
+            fits = [i for i, size in enumerate(shape) if math.prod(shape[i:]) == whole and size % count == 0 < size]
+            if axes and fits:
+                found[fits[-1]] = axes
+        return placed(found, state.pending, state.copied)
     dims = list(out.state.axes)
     lost = tuple(axis for axis in state.sliced if axis not in out.state.sliced)
     if lost and dims:
@@ -417,47 +452,13 @@ RULES: dict[str, Callable[[Operation, list[State]], State]] = {
 }
 
 
+_LOOPS = {"igamma": 2, "igammac": 2, "igamma_grad_a": 2}  # how many each is
+_KEEPS_PENDING = {"reshard", "transpose", "squeeze", "reshape", "reduce_sum"}
+
+
 def updated_dims(operation: Operation) -> list[tuple[int, int]]:
     """The dimensions of a scatter's updates that are dimensions of the array, each with that one."""
     numbers = operation.params["dimension_numbers"]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     kept = (i for i in range(len(operation.operands[0].shape)) if i not in gone)
     return list(zip(numbers.update_window_dims, kept))
-
-
-def _cut(operation: Operation) -> list[int]:
-    before, after = operation.operands[0].shape, operation.results[0].shape
-    strides = operation.params.get("strides") or (1,) * len(before)
-    return [i for i, (a, b) in enumerate(zip(before, after)) if a != b and not (strides[i] > 1 and a == b * strides[i])]
-
-
-def _padded(operation: Operation) -> list[int]:
-    """Also one that is cut off at one end by as much as it gets at the other."""
-    return [i for i, config in enumerate(operation.params["padding_config"]) if any(config)]
-
-
-def _updated(operation: Operation) -> list[int]:
-    whole, update = (value.shape for value in operation.operands[:2])
-    return [i for i, (a, b) in enumerate(zip(whole, update)) if a != b]
-
-
-def _all(operation: Operation) -> list[int]:
-    return list(range(len(operation.operands[0].shape)))
-
-
-def _one(name: str) -> Callable[[Operation], list[int]]:
-    return lambda operation: [operation.params[name]]
-
-
-_RESHAPING: dict[str, tuple[str, Callable[[Operation], list[int]]]] = {
-    "slice": ("permute", _cut),
-    "pad": ("permute", _padded),
-    "dynamic_slice": ("all-gather", _cut),
-    "dynamic_update_slice": ("all-gather", _updated),
-    "split": ("permute", _one("axis")),
-    "concatenate": ("all-to-all", _one("dimension")),
-    "rev": ("permute", lambda operation: list(operation.params["dimensions"])),
-    "sort": ("all-gather", _one("dimension")),
-    "top_k": ("all-gather", _all),  # compilers cut none, but where they make a sort of it (a TPU's, of small arrays)
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), ("all-gather", _one("axis"))),
-}
