@@ -9,8 +9,13 @@ import jax
 import pytest
 
 import trellis as tr
+from tests.models.small import CONFIGS
+from trellis.data.batch import Batch
 from trellis.named import saving
 from trellis.nn.positions import dealt_axes
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.train.assemble import model_axes
+from trellis.train.step import StepOptions, loss_and_gradients
 
 from .block import BATCH, CONFIG, POS, inputs, layout_of, loss, parameters
 
@@ -18,6 +23,8 @@ LAYERS = CONFIG.layers
 ACTIVATION = 4 * BATCH * POS * CONFIG.embed
 WEIGHTS = 4 * (4 * CONFIG.embed * CONFIG.heads * CONFIG.head_dim + 3 * CONFIG.embed * CONFIG.mlp)
 NORMS = 4 * 2 * CONFIG.embed
+# The shares of what is gathered over eight devices, that move over each of three mesh axes of two, one after the other.
+PER_AXIS = {"data": 1 / 2, "data_y": 1 / 4, "data_z": 1 / 8}
 
 
 def ledger(name: str, policy=saving.nothing, kind: str = "ring"):
@@ -128,3 +135,37 @@ def test_context_parallel_moves_keys_and_values(kind, forward, backward):
 @pytest.mark.parametrize("name", ["single"])
 def test_one_device_moves_nothing(name):
     assert ledger(name) == []
+
+
+@pytest.mark.parametrize(
+    "sizes, choice, wanted",
+    [
+        # Each device scatters over its copy's devices, and copies sum what each of them holds.
+        (
+            MeshSizes(replica=2, data=4),
+            LayoutChoice(preset="hybrid"),
+            {"all-gather data": 3 / 4, "reduce-scatter data": 3 / 4, "all-reduce replica": 1 / 4},
+        ),
+        # One mesh axis after the other, as the layout asks.
+        (
+            MeshSizes(data=2, data_y=2, data_z=2),
+            LayoutChoice(preset="fsdp", gather="per_axis"),
+            {f"all-gather {axis}": part for axis, part in PER_AXIS.items()}
+            | {f"reduce-scatter {axis}": part for axis, part in PER_AXIS.items()},
+        ),
+    ],
+    ids=["hybrid", "per_axis"],
+)
+def test_microbatches_move_parameters_and_their_gradients_once(sizes, choice, wanted):
+    config = CONFIGS["llama3"]
+    tokens = tr.random.randint(jax.random.key(1), {"batch": 16, "pos": 16}, 0, config.vocab)
+    with make_layout(sizes, choice, jax.devices(), {"kv_heads": 1} | model_axes(config)):
+        model = tr.shard(config.init(key=jax.random.key(0), vocab_multiple=8))
+        batch = tr.shard(Batch(tokens=tokens, targets=tokens, loss_mask=tr.ones(tokens.shape)), "compute")
+        step = lambda model, batch: loss_and_gradients(model, batch, StepOptions(microbatches=2))[2]
+        rows = [row for row in tr.ledger(step, model, batch).rows if row.payload > 8]
+    size, moved = sum(x.nbytes for x in jax.tree.leaves(model)), {}
+    for row in rows:
+        what = f"{row.kind} {'/'.join(row.axes)}"
+        moved[what] = moved.get(what, 0) + row.wire * row.times
+    assert moved == {what: size * share for what, share in wanted.items()}

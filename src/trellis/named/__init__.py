@@ -22,6 +22,7 @@ from trellis.named.activations import (
     squareplus,
     swish,
 )
+from trellis.named.ahead import gathered
 from trellis.named.along import (
     argsort,
     cummax,
@@ -295,6 +296,7 @@ __all__ = [
     "fold",
     "from_numpy",
     "full",
+    "gathered",
     "gcd",
     "gelu",
     "grad",

@@ -74,9 +74,8 @@ def on_arrays(rule: optax.GradientTransformation) -> optax.GradientTransformatio
     def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
         new, state = optax.with_extra_args_support(rule).update(strip(updates), state, strip(params), **strip(more))
         arrays = jax.tree.leaves(new)
-        like = (
-            updates if params is None else params
-        )  # `dpsgd` gets gradients for each example, `lookahead` those of some
+        # `dpsgd` gets gradients for each example, and `lookahead` those of some parameters.
+        like = updates if params is None else params
         return jax.tree.unflatten(jax.tree.structure(like), arrays), state
 
     return optax.GradientTransformationExtraArgs(lambda params: rule.init(strip(params)), update)

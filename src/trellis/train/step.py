@@ -16,9 +16,8 @@ import optax
 
 from trellis.data.batch import Batch
 from trellis.mesh.layout import current_layout
-from trellis.mesh.reshard import place
 from trellis.models import LanguageModel, Measured
-from trellis.named import Keep, NamedArray, Narrow, is_named
+from trellis.named import Keep, NamedArray, Narrow, gathered, is_named
 from trellis.named.backend import loop_over
 from trellis.named.reshape import split_axis, transpose
 from trellis.named.rounding import exponent_of, power_of_two
@@ -215,7 +214,7 @@ def loss_gradients_and_met(model: LanguageModel, largest: Scales, batch: Batch, 
     def as_used(params):
         params = to_use(params)
         if options.accumulation == "pending":
-            params = _copied(params)
+            params = gathered(params)  # as copies, whose gradients stay partial sums
         # Scales of narrow products are found by the paths of their weights, which a stack that is taken apart lacks.
         return params if options.precision.products else taken_apart(params)
 
@@ -251,7 +250,7 @@ def _through_stages(
     model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str, scale
 ):
     """The same for a model whose layers are spread over stages."""
-    copied = _copied if options.accumulation == "pending" else lambda params: params
+    copied = gathered if options.accumulation == "pending" else lambda params: params
     last = around_loss(model, axis)
 
     def used(params):
@@ -324,22 +323,6 @@ def _parts(batch: Batch, count: int) -> tuple[jax.Array, Batch]:
         return transpose(rows, ("part", "batch", "pos")).array
 
     return jnp.arange(count), jax.tree.map(cut, batch, is_leaf=is_named)
-
-
-def _copied(params):
-    """The parameters gathered for use, as copies whose gradients are partial sums over the batch's mesh axes."""
-    layout = current_layout()
-    if layout is None or mode_of(layout.mesh) != "explicit":
-        return params
-
-    (over,) = layout.assign(("batch",))
-
-    def leaf(x):
-        _, *axes = layout.assign(("batch", *x.names))  # beside the batch: an axis that it has, no other name has
-        own = {axis for mine in axes for axis in mine}
-        return x.with_array(place(x.array, axes, (), frozenset(over) - own, names=x.names))
-
-    return jax.tree.map(leaf, params, is_leaf=is_named)
 
 
 def _zero_gradient(param: jax.Array) -> jax.Array:
