@@ -80,6 +80,51 @@ def test_pending_sums_settle(text, eager):
     np.testing.assert_allclose((run if eager else jax.jit(run))(x, w), expected, rtol=1e-5)
 
 
+SCATTERED, SUMMED = (
+    ("reduce-scatter", ("data",), 192),
+    ("all-reduce", ("model",), 64),
+)  # of 256 bytes, then of a quarter
+
+
+@pytest.mark.parametrize(
+    "text, rows",
+    [
+        ("a b +data +model -> a/data b", [SCATTERED, SUMMED]),
+        ("a b +data +model -> a b/data", [SCATTERED, SUMMED]),
+        ("a b +data +model -> a/data b/model", [SCATTERED, ("reduce-scatter", ("model",), 32)]),
+        ("a b +data +model -> a/data/model b", [("reduce-scatter", ("data", "model"), 224)]),
+        ("a b +data +model -> a/data b +model", [SCATTERED]),
+    ],
+)
+def test_what_lands_in_slices_is_scattered_before_the_rest_is_summed(text, rows):
+    before, after = (tr.parse(part) for part in text.split("->"))
+
+    def run(x, w):
+        pending = jnp.einsum("ab,bc->ac", x, w, out_sharding=before.spec)
+        return tr.reshard(f"{before} -> {after}", pending)
+
+    x, w = put((8, 16), P(None, ("data", "model"))), put((16, 8), P(("data", "model"), None))
+    assert [(row.kind, row.axes, row.wire) for row in ledger(run, x, w).rows] == rows
+    if not after.pending:
+        expected = np.arange(128.0).reshape(8, 16) @ np.arange(128.0).reshape(16, 8)
+        for found in (run(x, w), jax.jit(run)(x, w)):
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+            assert state_of(found).axes == tuple(dim.axes for dim in after.dims)
+
+
+def test_the_gradient_of_copies_is_scattered_before_the_rest_is_summed():
+    rows = jax.device_put(jnp.arange(128.0).reshape(16, 8), jax.NamedSharding(MESH, P(("data", "model"), None)))
+
+    def loss(x):
+        whole = tr.reshard("a/data b -> a b ~data ~model", x)
+        return jnp.sum(jnp.einsum("ra,ab->rb", rows, whole, out_sharding=P(("data", "model"), None)))
+
+    x = put((8, 8), P("data", None))
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), np.broadcast_to(np.sum(rows, 0)[:, None], (8, 8)), rtol=1e-6)
+    moved = [(r.kind, r.axes, r.wire) for r in ledger(jax.grad(loss), x).rows if r.direction == "backward"]
+    assert moved == [SCATTERED, SUMMED]
+
+
 def test_verbs_check_their_transition():
     x = put((8, 8), P("data", None))
     assert tr.typeof(tr.all_gather("a/data b -> a b", x)) == "f32[8 8]"

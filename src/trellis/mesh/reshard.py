@@ -276,6 +276,9 @@ def place(array, axes, pending=(), copied=(), *, names=None):
     if array.dtype == bool and state.pending and not pending:
         # XLA ends the process if it knows the booleans that it sums over devices (docs/published-bugs.md, 36).
         return place(array.astype("int32"), axes, pending, copied, names=names) != 0
+    for between in _apart(state, axes, pending, copied) if state.mode == "explicit" else ():
+        array = place(array, between.axes, between.pending, between.copied, names=names)
+        state = state_of(array)
     settled = _settled(state, axes, pending, array.shape, mesh)
     way = route(settled.axes, axes, array.shape, mesh.shape)
     if state.mode == "explicit" and (len(way) > 1 or way and settled.axes != state.axes):
@@ -321,6 +324,28 @@ def _one_by_one(before: State, after: State) -> Iterator[State]:
             for count in range(1, len(gone)):
                 held[i], pending = was[:-count], pending | after.pending.intersection(gone[-count:])
                 yield State("explicit", tuple(held), pending, copied)
+
+
+def _apart(state: State, axes, pending, copied) -> Iterator[State]:
+    """Where an array lies before the last step of a transition that only scatters sums, or only makes copies.
+
+    Sums that land in slices are scattered, one dimension after the other, before what each device then has is summed
+    over other mesh axes; together they would be one sum of the whole array over all of them. Copies along mesh axes
+    that slice nothing come before what is gathered: their gradient is such a sum.
+    """
+    come = [
+        new[len(old) :] if new[: len(old)] == tuple(old) else None for old, new in zip(state.axes, axes, strict=True)
+    ]
+    settled, held, left = state.pending - pending, list(state.axes), state.pending
+    if pending <= left and all(new is not None and settled.issuperset(new) for new in come):
+        for i, new in enumerate(come):
+            if new and (settled & left).difference(new):
+                held[i], left = axes[i], left.difference(new)
+                yield State("explicit", tuple(held), left, state.copied)
+    before, after = ({axis for mine in each for axis in mine} for each in (state.axes, axes))
+    gathered = before - after
+    if gathered and not after - before and (idle := copied - gathered - state.copied):
+        yield State("explicit", state.axes, state.pending, state.copied | idle)
 
 
 def _settled(state: State, axes, pending, shape, mesh) -> State:

@@ -197,11 +197,6 @@ def _gather(x: NamedArray, axes, copied):
     array, held = x.array, state_of(x.array)
     before, after = ({a for mine in each for a in mine} for each in (held.axes, axes))
     gathered = before - after
-    if gathered and not after - before and copied - gathered - held.copied:
-        # Copies along axes that are not gathered come first: then the gradient is scattered over the gathered axes
-        # before the rest of it is summed, instead of being summed whole over all of them together.
-        array = place(array, held.axes, held.pending, held.copied | (copied - gathered), names=x.names)
-        held = state_of(array)
     joint = layout is not None and layout.gather == "joint"
     gone = [tuple(a for a in mine if a in gathered) for mine in held.axes]
     only_gathered = all(mine[: len(kept)] == tuple(kept) for mine, kept in zip(held.axes, axes, strict=True))
@@ -215,7 +210,7 @@ def _gather(x: NamedArray, axes, copied):
         for together in filter(None, (mine,) if joint else ((axis,) for axis in reversed(mine))):
             now = state_of(array)
             step = tuple(tuple(a for a in each if a not in together) for each in now.axes)
-            array = place(array, step, (), now.copied | ({*together} & copied), names=x.names)
+            array = place(array, step, (), now.copied | (copied - gathered) | ({*together} & copied), names=x.names)
     return place(array, axes, (), copied, names=x.names)
 
 
