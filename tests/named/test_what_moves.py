@@ -113,6 +113,7 @@ CALLS = {
     ],
     "from_numpy": [(LAYOUT, lambda fn: fn(np.ones((8, 8)), "a b"))],
     "full": [(LAYOUT, lambda fn: fn({"a": 8}, 1.0))],
+    "gathered": [(DATA, lambda fn, t: tr.take(fn(t), "vocab", TARGETS), TABLE)],
     "index": [
         (LAYOUT, lambda fn, x: fn(x, ("a", 3)), X),
         (LAYOUT, lambda fn, x: fn(x, ("a", slice(0, 8, 2))), X),

@@ -30,12 +30,13 @@ def gathered(tree, over: Names = "batch"):
     [4]
     [1]
 
+    Names: those of each array.
+    Gradient: summed on each device over all uses first; a reduce-scatter of what was gathered.
+    Moves: an all-gather of what rests in slices.
+
     Args:
         tree: any tree; what is no named array in it stays.
         over: names of the arrays that the parameters meet in the loop, along whose mesh axes they are held as copies.
-
-    Gradient: summed on each device over all uses, then once over devices.
-    Moves: an all-gather of each parameter that rests in slices, and a reduce-scatter of its gradient.
     """
     layout = current_layout()
     if layout is None:
