@@ -26,8 +26,8 @@ HOME = {
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 GROUPS = """
     named.contract named.elementwise named.unary named.activations named.binary named.reduce named.along named.index
-    named.update named.pieces named.reshape named.rearrange named.create named.random named.placing named.saving
-    mesh.reshard
+    named.update named.pieces named.reshape named.rearrange named.create named.random named.placing named.ahead
+    named.saving mesh.reshard
 """.split()
 OPERATIONS = """# Named operations
 
