@@ -64,6 +64,11 @@ def refuses_copies(error: BaseException) -> bool:
     return maps_no_copies(error) or (isinstance(error, ValueError) and "dangerous when PartitionSpec" in str(error))
 
 
+def refuses_slices(error: BaseException) -> bool:
+    """Whether JAX's types do not know how an operation's result is sliced; the error's class has no public name."""
+    return type(error).__name__ == "ShardingTypeError"
+
+
 def maps_no_copies(error: BaseException) -> bool:
     """Whether JAX lacked a rule to map an operation that begins or ends a copy or a pending sum.
 

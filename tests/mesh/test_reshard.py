@@ -94,6 +94,7 @@ SCATTERED, SUMMED = (
         ("a b +data +model -> a/data b/model", [SCATTERED, ("reduce-scatter", ("model",), 32)]),
         ("a b +data +model -> a/data/model b", [("reduce-scatter", ("data", "model"), 224)]),
         ("a b +data +model -> a/data b +model", [SCATTERED]),
+        ("a b +model -> a/data b", [SUMMED]),
     ],
 )
 def test_what_lands_in_slices_is_scattered_before_the_rest_is_summed(text, rows):
@@ -103,7 +104,7 @@ def test_what_lands_in_slices_is_scattered_before_the_rest_is_summed(text, rows)
         pending = jnp.einsum("ab,bc->ac", x, w, out_sharding=before.spec)
         return tr.reshard(f"{before} -> {after}", pending)
 
-    x, w = put((8, 16), P(None, ("data", "model"))), put((16, 8), P(("data", "model"), None))
+    x, w = put((8, 16), P(None, before.pending)), put((16, 8), P(before.pending, None))
     assert [(row.kind, row.axes, row.wire) for row in ledger(run, x, w).rows] == rows
     if not after.pending:
         expected = np.arange(128.0).reshape(8, 16) @ np.arange(128.0).reshape(16, 8)
@@ -112,17 +113,24 @@ def test_what_lands_in_slices_is_scattered_before_the_rest_is_summed(text, rows)
             assert state_of(found).axes == tuple(dim.axes for dim in after.dims)
 
 
-def test_the_gradient_of_copies_is_scattered_before_the_rest_is_summed():
+@pytest.mark.parametrize(
+    "text, moves",
+    [
+        ("a/data b -> a b ~data ~model", [SCATTERED, SUMMED]),
+        ("a/data b/model -> a b ~data ~model", [SCATTERED, ("reduce-scatter", ("model",), 32)]),
+    ],
+)
+def test_the_gradient_of_copies_is_scattered_before_the_rest_is_summed(text, moves):
     rows = jax.device_put(jnp.arange(128.0).reshape(16, 8), jax.NamedSharding(MESH, P(("data", "model"), None)))
 
     def loss(x):
-        whole = tr.reshard("a/data b -> a b ~data ~model", x)
+        whole = tr.reshard(text, x)
         return jnp.sum(jnp.einsum("ra,ab->rb", rows, whole, out_sharding=P(("data", "model"), None)))
 
-    x = put((8, 8), P("data", None))
+    x = put((8, 8), tr.parse(text.split("->")[0]).spec)
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), np.broadcast_to(np.sum(rows, 0)[:, None], (8, 8)), rtol=1e-6)
     moved = [(r.kind, r.axes, r.wire) for r in ledger(jax.grad(loss), x).rows if r.direction == "backward"]
-    assert moved == [SCATTERED, SUMMED]
+    assert moved == moves
 
 
 def test_verbs_check_their_transition():

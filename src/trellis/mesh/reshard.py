@@ -327,25 +327,33 @@ def _one_by_one(before: State, after: State) -> Iterator[State]:
 
 
 def _apart(state: State, axes, pending, copied) -> Iterator[State]:
-    """Where an array lies before the last step of a transition that only scatters sums, or only makes copies.
+    """Where an array lies on the way, if sums land in slices while others are summed, or copies are made of slices.
 
-    Sums that land in slices are scattered, one dimension after the other, before what each device then has is summed
-    over other mesh axes; together they would be one sum of the whole array over all of them. Copies along mesh axes
-    that slice nothing come before what is gathered: their gradient is such a sum.
+    Copies are made in the opposite order: their gradient is a sum that lands in the slices.
     """
-    come = [
-        new[len(old) :] if new[: len(old)] == tuple(old) else None for old, new in zip(state.axes, axes, strict=True)
-    ]
-    settled, held, left = state.pending - pending, list(state.axes), state.pending
-    if pending <= left and all(new is not None and settled.issuperset(new) for new in come):
-        for i, new in enumerate(come):
-            if new and (settled & left).difference(new):
-                held[i], left = axes[i], left.difference(new)
-                yield State("explicit", tuple(held), left, state.copied)
+    if pending <= state.pending:
+        for held, left in _landing(state.axes, axes, state.pending - pending):
+            yield State("explicit", held, pending | left, state.copied)
     before, after = ({axis for mine in each for axis in mine} for each in (state.axes, axes))
-    gathered = before - after
-    if gathered and not after - before and (idle := copied - gathered - state.copied):
-        yield State("explicit", state.axes, state.pending, state.copied | idle)
+    made, gathered = copied - state.copied, before - after
+    if made and gathered and not after - before:
+        landing = [*_landing(axes, state.axes, made)] or [(state.axes, made - gathered)]
+        for held, left in reversed(landing):
+            yield State("explicit", held, state.pending, state.copied | left)
+
+
+def _landing(before, after, sums: frozenset[str]) -> Iterator[tuple[tuple, frozenset[str]]]:
+    """The slices while partial sums land in them, one dimension after the other, and the sums that are left.
+
+    The sums that land nowhere are the last: then each device has a slice to sum. All at once would be one sum of the
+    whole array. Nothing, if slices go elsewhere too, or if one step is all.
+    """
+    held, left = list(before), sums
+    if all(new[: len(old)] == tuple(old) for old, new in zip(before, after, strict=True)):
+        for i, new in enumerate(after):
+            if new != held[i] and left.difference(new):
+                held[i], left = new, left.difference(new)
+                yield tuple(held), left
 
 
 def _settled(state: State, axes, pending, shape, mesh) -> State:

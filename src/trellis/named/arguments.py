@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from trellis._compat import is_tracer
+from trellis._compat import is_tracer, refuses_slices
 from trellis.errors import TrellisError, shortened
 from trellis.named.axis import Axis, NamesError
 from trellis.notation import typeof
@@ -90,9 +90,8 @@ def unplaced(error: Exception) -> str | None:
     if said.startswith("cond branches must have equal output types"):  # and differ in how they are sliced
         differ = [line.strip() for line in rest if "@" in line]
         return f"{said.rstrip('.:')}: {differ[0]}" if differ else None
-    typed = type(error).__name__ == "ShardingTypeError"  # it has no public name
     known = said.startswith(("Resource axis", "scan body function", "Mapped away dimension"))
-    return said.rstrip(".:") if typed or known else None
+    return said.rstrip(".:") if known or refuses_slices(error) else None
 
 
 @contextlib.contextmanager

@@ -193,24 +193,16 @@ def move(x: NamedArray, axes, copied: frozenset[str]) -> NamedArray:
 
 
 def _gather(x: NamedArray, axes, copied):
-    layout = current_layout()
-    array, held = x.array, state_of(x.array)
-    before, after = ({a for mine in each for a in mine} for each in (held.axes, axes))
-    gathered = before - after
-    joint = layout is not None and layout.gather == "joint"
-    gone = [tuple(a for a in mine if a in gathered) for mine in held.axes]
-    only_gathered = all(mine[: len(kept)] == tuple(kept) for mine, kept in zip(held.axes, axes, strict=True))
-    if layout is None or not copied or (joint and not (only_gathered and sum(map(bool, gone)) > 1)):
-        return place(array, axes, (), copied, names=x.names)
-    # One mesh axis after the other, or one dimension after the other. Each has a reduce-scatter of its own in the
-    # backward pass; one to slices of two dimensions would be an all-reduce of the whole array. Minor axes and last
-    # dimensions come first: compilers copy slices that come together along any dimension but the first, and copy less
-    # while more of the array is still elsewhere.
-    for mine in reversed(gone):
-        for together in filter(None, (mine,) if joint else ((axis,) for axis in reversed(mine))):
+    layout, array, held = current_layout(), x.array, state_of(x.array).axes
+    if layout is not None and layout.gather == "per_axis" and copied:
+        # Each has a reduce-scatter of its own in the backward pass. Minor axes and last dimensions come first, as in
+        # `place`: compilers copy slices that come together along any dimension but the first, and copy less while more
+        # of the array is still elsewhere.
+        gathered = [a for mine in held for a in mine if not any(a in each for each in axes)]
+        for axis in reversed(gathered):
             now = state_of(array)
-            step = tuple(tuple(a for a in each if a not in together) for each in now.axes)
-            array = place(array, step, (), now.copied | (copied - gathered) | ({*together} & copied), names=x.names)
+            step = tuple(tuple(a for a in each if a != axis) for each in now.axes)
+            array = place(array, step, (), now.copied | copied.difference(gathered) | ({axis} & copied), names=x.names)
     return place(array, axes, (), copied, names=x.names)
 
 

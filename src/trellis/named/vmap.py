@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from trellis._compat import choose_among_slices, keep_mapped_axes_sharded, refuses_copies
+from trellis._compat import choose_among_slices, keep_mapped_axes_sharded, refuses_copies, refuses_slices
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
@@ -161,7 +161,7 @@ def _in_our_words(error: Exception) -> str | None:
             "a mapped function can only read arrays that are whole along the mesh axes it is mapped over, got one "
             f"sliced over them ({seen.strip().splitlines()[0]}), in vmap: {fix}"
         )
-    if type(error).__name__ == "ShardingTypeError":  # a private name of JAX's
+    if refuses_slices(error):
         return (
             "JAX can map an operation over slices only if it knows how they are sliced, got one where it does not "
             f"({text.splitlines()[0]}), in vmap: use named operations, use where(...) instead of cond, or for linear "
