@@ -16,7 +16,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import take_current_trace
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from trellis.frames import in_a_library
+from trellis.frames import in_a_library, users_line
 
 
 def is_tracer(x) -> bool:
@@ -100,8 +100,7 @@ def unknown_axis(error: BaseException, axes: Collection[str]) -> str | None:
         return next((name for name in re.findall(r"\w+", mixed[1]) if name not in axes), None)
     if not isinstance(error, AssertionError) or str(error):
         return None
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not in_a_library(frame.filename)]
-    line = (frames[-1].line or "") if frames else ""
+    line = (frame.line or "") if (frame := users_line(error)) else ""
     called = re.search(r"\b(p(sum|mean|max|min|permute|shuffle|cast|vary)|psum_scatter|all_to_all)\(.*", line)
     names = re.findall(r"""["'](\w+)["']""", called[0]) if called else []
     return next((name for name in names if name not in axes), None)

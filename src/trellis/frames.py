@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import os
 import sysconfig
+import traceback
 
 
 def _folders(*packages: str) -> list[str]:
@@ -39,3 +40,9 @@ def in_a_library(file: str) -> bool:
     """
     standard = file.startswith(_STANDARD) and "site-packages" not in file
     return file.startswith(tuple(_hidden)) or standard or file.startswith("<frozen")
+
+
+def users_line(error: BaseException) -> traceback.FrameSummary | None:
+    """The last line of the user's code that was running when an error was raised; None if none was."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not in_a_library(frame.filename)]
+    return frames[-1] if frames else None

@@ -13,7 +13,7 @@ import numpy as np
 
 from trellis._compat import is_tracer
 from trellis.errors import TrellisError, shortened
-from trellis.frames import in_a_library
+from trellis.frames import users_line
 from trellis.mesh.landing import put
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.meshes import MeshError
@@ -137,17 +137,12 @@ def _refuse_unplaced(error: Exception, said: str) -> NoReturn:
             "use named operations, jax.reshard the arrays first, or let each device compute its own slices, with "
             "trellis.shard_map"
         )
-    lines = [f for f in traceback.extract_tb(error.__traceback__) if not in_a_library(f.filename)]
-    where = f"{os.path.basename(lines[-1].filename)}:{lines[-1].lineno}" if lines else "named_jit"
+    line = users_line(error)
+    where = f"{os.path.basename(line.filename)}:{line.lineno}" if line else "named_jit"
     raise MeshError(
         "JAX can compute an operation on plain arrays in slices only if it knows how the result is sliced, got one "
         f"where it does not ({shortened(said, 240)}), in {where}: {fix}"
     ) from error
-
-
-def _of_no_line(error: Exception) -> bool:
-    """Whether JAX raised an error while it compiled, when no line of the function was running."""
-    return all(in_a_library(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _positions(option: str, given) -> tuple[int, ...]:
@@ -241,9 +236,9 @@ def named_jit(
         except Exception as error:
             if not (said := unplaced(error)):
                 raise
-            if not (said.startswith("select `which` must be scalar") and _of_no_line(error)):
+            if users_line(error) or not said.startswith("select `which` must be scalar"):
                 _refuse_unplaced(error, said)
-            raise MeshError(  # of JAX 0.10.2 to 0.12.0, whose programs for these say nothing of slices
+            raise MeshError(  # while JAX 0.10.2 to 0.12.0 compiles what says nothing of slices
                 "JAX can compute some functions, such as a QR decomposition or betainc, only where no mesh axis slices "
                 "the array, got slices, in named_jit: let each device compute its own slices, with trellis.shard_map, "
                 "or gather the name and go through it one by one, with tr.map instead of vmap"

@@ -4,14 +4,13 @@ import collections
 import linecache
 import os
 import re
-import traceback
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from trellis._compat import maps_no_copies, of_groups
 from trellis.errors import TrellisError, did_you_mean
-from trellis.frames import in_a_library
+from trellis.frames import in_a_library, users_line
 from trellis.mesh.meshes import MeshError, mesh_text
 from trellis.notation import NotationError, PendingSumError, Shape, TypeMismatch
 from trellis.notation.binding import Bindings
@@ -261,8 +260,8 @@ def eqn_line(eqn) -> str:
 
 def error_line(error: BaseException) -> str:
     """Where the user's code was when an error was raised, in the same form."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not in_a_library(f.filename)]
-    return _line(frames[-1].filename, frames[-1].lineno) if frames else ""
+    frame = users_line(error)
+    return _line(frame.filename, frame.lineno) if frame else ""
 
 
 def located(error: Exception) -> str:
