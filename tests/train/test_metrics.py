@@ -255,6 +255,17 @@ def test_time_left_is_that_to_a_pause(monkeypatch):
     assert last.startswith("step 40/100") and "left" not in last
 
 
+def test_a_laptop_that_slept_is_no_part_of_the_pace(monkeypatch):
+    """What takes long again and again, as evaluations do, is."""
+    clock = iter([0.0, 1.0, 3601.0, 3602.0, 3610.0, 3618.0])
+    monkeypatch.setattr("trellis.train.progress.time.monotonic", lambda: next(clock))
+    progress = Progress(100, stream=(stream := io.StringIO()), every=0.0)
+    for step in (10, 20, 30, 40, 50, 60):
+        progress.update({**LINE, "step": step})
+    lefts = [line.partition("  left ")[2] for line in stream.getvalue().splitlines()]
+    assert lefts == ["", "8 s", "7 s", "6 s", "17 s", "18 s"]
+
+
 def test_progress_on_a_terminal_rewrites_its_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()

@@ -1,5 +1,6 @@
 """What a run shows while it trains: one line that rewrites itself on a terminal, plain lines elsewhere."""
 
+import itertools
 import shutil
 import sys
 import time
@@ -9,6 +10,8 @@ from typing import TextIO
 
 from trellis.figures.numbers import count, duration, size
 from trellis.figures.terminal import sparkline
+
+_PAUSE = 10  # times the second longest time between two lines
 
 
 class Progress:
@@ -98,10 +101,16 @@ class Progress:
             self._bar = self._unshown = ""
 
     def _left(self, step: int) -> float | None:
-        (first, start), (last, end) = self._times[0], self._times[-1]
-        if last <= first or step >= self._stop:
+        """Seconds at the pace of the lines so far. One that took ten times as long as any other was a pause: a laptop
+        that slept, or a run that was stopped and continued."""
+        pairs = itertools.pairwise(self._times)
+        spans = sorted((end - start, last - first) for (first, start), (last, end) in pairs)
+        if len(spans) > 1 and spans[-1][0] > _PAUSE * spans[-2][0]:
+            spans.pop()
+        steps = sum(steps for _, steps in spans)
+        if steps <= 0 or step >= self._stop:
             return None
-        return (self._stop - step) * (end - start) / (last - first)
+        return (self._stop - step) * sum(seconds for seconds, _ in spans) / steps
 
     def _draw(self, text: str) -> str:
         """The line, after the curve of the loss so far if there is room for it."""
