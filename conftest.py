@@ -30,9 +30,6 @@ import numpy as np
 import pytest
 from jax._src.interpreters import mlir
 
-# Whichever test is the first to look at the devices: XLA ends a process whose devices wait for each other's threads
-# (docs/published-bugs.md, 35).
-os.environ.setdefault("NPROC", "64")
 os.environ.setdefault("TRELLIS_CHECK", "1")  # annotations hold in every test
 gc.disable()  # until tests are collected: what is imported stays, and looking through it for garbage takes seconds
 jax.config.update("jax_platforms", "cpu")  # also where a GPU, or libtpu for compiling ahead of time, is installed
@@ -145,7 +142,10 @@ def _processor() -> float:
 
 
 def pytest_configure(config):
+    from trellis.mesh.platform import leave_threads
+
     config.room = ROOM
+    leave_threads(jax.config.jax_num_cpu_devices)  # whichever test is the first to look at the devices
 
 
 def pytest_collection_finish(session):
