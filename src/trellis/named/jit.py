@@ -28,6 +28,9 @@ from trellis.notation.state import state_of
 from trellis.program import refuse_traced
 from trellis.program.trace import mesh_of
 
+# How JAX 0.10.2 to 0.12.0 refuses, while it compiles, functions whose definitions say nothing of slices.
+_WHILE_COMPILING = ("select `which` must be scalar", "Use `.at[...].get(out_sharding=)`")
+
 
 def _mapped(layout: Layout, which) -> Layout:
     """A layout whose `compute` is the given map: "params", "compute", or a dict."""
@@ -236,12 +239,13 @@ def named_jit(
         except Exception as error:
             if not (said := unplaced(error)):
                 raise
-            if users_line(error) or not said.startswith("select `which` must be scalar"):
+            if users_line(error) or not said.startswith(_WHILE_COMPILING):
                 _refuse_unplaced(error, said)
-            raise MeshError(  # while JAX 0.10.2 to 0.12.0 compiles what says nothing of slices
-                "JAX can compute some functions, such as a QR decomposition or betainc, only where no mesh axis slices "
-                "the array, got slices, in named_jit: let each device compute its own slices, with trellis.shard_map, "
-                "or gather the name and go through it one by one, with tr.map instead of vmap"
+            raise MeshError(
+                "JAX can compute some functions, such as a QR decomposition, betainc or (in JAX 0.12) lgamma, only "
+                "where no mesh axis slices the array, got slices, in named_jit: let each device compute its own "
+                "slices, with trellis.shard_map, or gather the name and go through it one by one, with tr.map instead "
+                "of vmap"
             ) from error
         if traced > before:
             read(*args, **kwargs)
