@@ -42,7 +42,10 @@ CHOOSE = {
         "upcast_attention: false}"
     },
     "gptj": {"model": f"{{family: gptj, {_LLAMA}, rotary_dim: 4}}"},
-    "qwen3": {"model": f"{{family: qwen3, {_GROUPED}, tie_embeddings: true}}"},
+    **{
+        family: {"model": f"{{family: {family}, {_GROUPED}, tie_embeddings: true}}"}
+        for family in ("mistral", "qwen2", "qwen3", "olmo2")
+    },
     **{
         family: {"model": f"{{family: {family}, {_GROUPED}, experts: 4, experts_per_token: 2, tie_embeddings: false}}"}
         for family in ("mixtral", "qwen3_moe")

@@ -61,6 +61,12 @@ FAMILIES = {
     "llama": CONFIGS["llama3"],
     # Llama with norms on queries and keys; tied embeddings.
     "qwen3": dataclasses.replace(CONFIGS["qwen3"], tie_embeddings=True, rope_scaling=CONFIGS["llama3"].rope_scaling),
+    # Every layer sees a window.
+    "mistral": CONFIGS["mistral"],
+    # Biases of queries, keys and values.
+    "qwen2": CONFIGS["qwen2"],
+    # Norms after layers, and over all heads, which a tensor's mesh axis slices.
+    "olmo2": CONFIGS["olmo2"],
     # A first layer without experts, and a stack of two: stages share the second.
     "deepseek_v3": dataclasses.replace(
         CONFIGS["deepseek_v3"], routing=Routing(scores="sigmoid", groups=4, groups_per_token=2, scale=2.5)
@@ -82,11 +88,15 @@ SHALLOW = {"deepseek_v3": 2, "gpt_oss": 2, "gpt2": 2}
 IN_STEPS = {"data", "fsdp", "fsdp_tensor", "sequence", "hybrid"}
 OTHERS = {*LAYOUTS} - IN_STEPS
 # Families that have nothing of their own but in these layouts: Qwen3's program holds all of Llama's, GPT-OSS's and
-# DeepSeek-V3's all of Mixtral's but how it balances over a batch; and GPT-2 and GPT-J, whose heads have keys of their
-# own, take turns in slices of a sequence.
+# DeepSeek-V3's all of Mixtral's but how it balances over a batch, and GPT-OSS's and Qwen3's together all of Mistral's,
+# Qwen2's and OLMo 2's but windows alone, tied tables beside biases, and norms of what is sliced or pending; and GPT-2
+# and GPT-J, whose heads have keys of their own, take turns in slices of a sequence.
 FEWER = {
     "llama": {"pipeline"},
+    "mistral": {"sequence", "ring", "ring, gather, heads", "pipeline, context"},
+    "qwen2": {"fsdp_tensor", "tensor"},
     "qwen3": OTHERS,
+    "olmo2": {"fsdp", "sequence", "tensor", "pipeline", "overlap, context"},
     "mixtral": {"ring, exchange", "pipeline", "overlap"},
     "gpt2": OTHERS - {"exchange", "ring, gather, heads"},
     "gptj": OTHERS - {"gather", "ring, exchange", "overlap, context"},

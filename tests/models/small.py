@@ -10,8 +10,11 @@ from trellis.models import (
     LinearScaling,
     Llama3Scaling,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     ModelConfig,
+    Olmo2Config,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     Routing,
@@ -27,7 +30,10 @@ CONFIGS: dict[str, ModelConfig] = {
     "llama": LlamaConfig(**_GATED, head_dim=8, tie_embeddings=False),
     "llama3": LlamaConfig(**_GATED, head_dim=8, tie_embeddings=True, rope_scaling=_LLAMA3),
     "llama_linear": LlamaConfig(**_GATED, head_dim=8, tie_embeddings=False, rope_scaling=LinearScaling(factor=2.0)),
+    "mistral": MistralConfig(**_GATED, head_dim=8, window=6, tie_embeddings=False),
+    "qwen2": Qwen2Config(**_GATED, head_dim=8, tie_embeddings=True),
     "qwen3": Qwen3Config(**_GATED, head_dim=16, tie_embeddings=False),
+    "olmo2": Olmo2Config(**_GATED, head_dim=8, tie_embeddings=False),
     "mixtral": MixtralConfig(
         **_GATED, head_dim=8, experts=4, experts_per_token=2, tie_embeddings=False, routing=Routing(balance=0.02)
     ),

@@ -12,7 +12,7 @@ from tests.models.small import CONFIGS, POSITIONS
 from trellis.errors import UserError
 from trellis.hub import Folder
 from trellis.models import FAMILIES, GptOssConfig, Routing, YarnScaling
-from trellis.models.gpt_oss.gpt_oss import Attention
+from trellis.models.gpt_oss.gpt_oss import attention
 from trellis.models.protocol import stacked
 from trellis.named import Axis, arange, named, random
 from trellis.nn import parameters, rotary_tables
@@ -46,7 +46,7 @@ def test_counts_of_the_released_model():
 
 def test_a_layer_sees_its_window():
     config = dataclasses.replace(SMALL, window=3)
-    layer = Attention.init(config, config.window, key=jax.random.key(0))
+    layer = attention(config, config.window, key=jax.random.key(0))
     rope = rotary_tables(arange(Axis("pos", 8)), Axis("head_dim", config.head_dim), config.rope_theta)
     x = random.normal(jax.random.key(1), {"batch": 1, "pos": 8, "embed": config.embed})
     last = lambda array: layer(x.with_array(array), rope, None).array[0, 5].sum()

@@ -11,7 +11,10 @@ from trellis.models.protocol import FamilyConfig
 # To add a family, put its folder beside this file and its name here.
 _FOLDERS = (
     "llama",
+    "mistral",
+    "qwen2",
     "qwen3",
+    "olmo2",
     "mixtral",
     "qwen3_moe",
     "gpt_oss",

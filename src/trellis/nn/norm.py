@@ -9,19 +9,19 @@ from trellis.nn.parameters import Bias, Scale
 
 
 class RMSNorm(eqx.Module):
-    """Root-mean-square norm (Zhang and Sennrich, 2019, arXiv:1910.07467): `x / rms(x) * scale`."""
+    """Root-mean-square norm (Zhang and Sennrich, 2019, arXiv:1910.07467): `x / rms(x) * scale`, over the names of the
+    scale. Where a mesh axis slices one of them, the mean square is summed over it."""
 
     scale: Scale
     eps: float = eqx.field(static=True)
 
     @staticmethod
-    def init(axis: Axis, eps: float) -> "RMSNorm":
-        return RMSNorm(constant(axis, 1.0), eps)
+    def init(axes: Axis | tuple[Axis, ...], eps: float) -> "RMSNorm":
+        return RMSNorm(constant(axes, 1.0), eps)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        (name,) = self.scale.names
         wide = x.astype(jnp.float32)
-        wide = wide * rsqrt((wide * wide).mean(name) + self.eps)
+        wide = wide * rsqrt((wide * wide).mean(self.scale.names) + self.eps)
         return wide.astype(x.dtype) * self.scale.astype(x.dtype)
 
 

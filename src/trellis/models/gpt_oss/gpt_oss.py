@@ -17,11 +17,11 @@ from typing import Literal
 import equinox as eqx
 import jax
 
-from trellis import Axis, NamedArray, UserError, dot_each, einsum, save, stack, unbind
+from trellis import Axis, NamedArray, UserError, stack, unbind
 from trellis.models import fields
-from trellis.models.llama import Llama
+from trellis.models.llama import Attention, Llama
 from trellis.models.mixtral import Block, Mixtral
-from trellis.nn import Bias, ClampedSwiGLU, Weight, attend, constant, rotate, weight
+from trellis.nn import ClampedSwiGLU, attend, constant
 from trellis.nn.moe import Routed, Routing, check_count
 
 
@@ -81,57 +81,17 @@ class GptOssConfig:
         return Mixtral(plain.embedding, plain.layers, plain.norm, plain.head, self)
 
 
-class Attention(eqx.Module):
-    """Grouped-query attention with rotary positions, biases, and a sink for each head: a score without a key."""
-
-    q: Weight
-    k: Weight
-    v: Weight
-    out: Weight
-    q_bias: Bias
-    k_bias: Bias
-    v_bias: Bias
-    out_bias: Bias
-    sinks: Bias
-    window: int | None = eqx.field(static=True)
-
-    @staticmethod
-    def init(config: GptOssConfig, window: int | None, *, key) -> "Attention":
-        embed, head_dim = Axis("embed", config.embed), Axis("head_dim", config.head_dim)
-        heads, kv_heads = Axis("heads", config.heads), Axis("kv_heads", config.kv_heads)
-        keys = jax.random.split(key, 4)
-        return Attention(
-            q=weight(keys[0], (embed, heads, head_dim), over="embed"),
-            k=weight(keys[1], (embed, kv_heads, head_dim), over="embed"),
-            v=weight(keys[2], (embed, kv_heads, head_dim), over="embed"),
-            out=weight(
-                keys[3], (heads, head_dim, embed), over=("heads", "head_dim"), scale=(2 * config.layers) ** -0.5
-            ),
-            q_bias=constant((heads, head_dim), 0.0),
-            k_bias=constant((kv_heads, head_dim), 0.0),
-            v_bias=constant((kv_heads, head_dim), 0.0),
-            out_bias=constant(embed, 0.0),
-            sinks=constant(heads, 0.0),
-            window=window,
-        )
-
-    def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
-        q, k, v = dot_each(x, (self.q, self.k, self.v), over="embed")  # "batch pos heads head_dim", or kv_heads
-        q, k, v = q + self.q_bias, k + self.k_bias, v + self.v_bias
-        q, k, v = save(rotate(q, rope), "query"), save(rotate(k, rope), "key"), save(v, "value")
-        k, v = k.rename(pos="key_pos"), v.rename(pos="key_pos")
-        seen = dict(segment_ids=segment_ids, window=self.window, sinks=self.sinks)
-        out = attention(q, k, v, **seen, save_name="attention")
-        return (
-            einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out) + self.out_bias
-        )
+def attention(config: GptOssConfig, window: int | None, *, key) -> Attention:
+    """Llama's attention with biases and sinks, whose queries see a window or everything."""
+    plain = Attention.init(config, key=key).with_biases(out=True)
+    return dataclasses.replace(plain, sinks=constant(Axis("heads", config.heads), 0.0), window=window)
 
 
 def block(config: GptOssConfig, window: int | None, *, key) -> Block:
     """Mixtral's block, whose attention sees a window or everything, and whose experts have bounded gates."""
-    attention = functools.partial(Attention.init, window=window)
+    seeing = functools.partial(attention, window=window)
     gated = ClampedSwiGLU(config.swiglu_limit)
-    return Block.init(config, key=key, attention=attention, router_bias=True, gated=gated)
+    return Block.init(config, key=key, attention=seeing, router_bias=True, gated=gated)
 
 
 class Pair(eqx.Module):

@@ -17,7 +17,7 @@ import jax
 from trellis import Axis, NamedArray, Stacked, arange, dot_each, einsum, save, take
 from trellis.models import fields
 from trellis.models.protocol import Output
-from trellis.nn import RMSNorm, Table, Weight, attend, normal, rotary_tables, rotate, swiglu, weight
+from trellis.nn import Bias, RMSNorm, Table, Weight, attend, constant, normal, rotary_tables, rotate, swiglu, weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,12 @@ class LlamaConfig:
 
 
 class Attention(eqx.Module):
-    """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) with rotary positions."""
+    """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) with rotary positions.
+
+    Llama has the four weights alone. Its descendants add biases, norms of queries and keys (of each head, or of all
+    heads together), a window that is all of the keys that a query sees, itself included, or a sink for each head, which
+    is a score without a key.
+    """
 
     q: Weight
     k: Weight
@@ -57,6 +62,12 @@ class Attention(eqx.Module):
     out: Weight
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    q_bias: Bias | None = None
+    k_bias: Bias | None = None
+    v_bias: Bias | None = None
+    out_bias: Bias | None = None
+    sinks: Bias | None = None
+    window: int | None = eqx.field(static=True, default=None)
 
     @staticmethod
     def init(config, *, key) -> "Attention":
@@ -74,13 +85,25 @@ class Attention(eqx.Module):
 
     def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
         q, k, v = dot_each(x, (self.q, self.k, self.v), over="embed")  # "batch pos heads head_dim", or kv_heads
+        q, k, v = (y if bias is None else y + bias for y, bias in zip((q, k, v), self._biases, strict=True))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = save(rotate(q, rope), "query"), save(rotate(k, rope), "key"), save(v, "value")
-        out = attention(
-            q, k.rename(pos="key_pos"), v.rename(pos="key_pos"), segment_ids=segment_ids, save_name="attention"
-        )
-        return einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out)
+        k, v = k.rename(pos="key_pos"), v.rename(pos="key_pos")
+        seen = dict(segment_ids=segment_ids, window=self.window, sinks=self.sinks)
+        out = attention(q, k, v, **seen, save_name="attention")
+        out = einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out)
+        return out if self.out_bias is None else out + self.out_bias
+
+    @property
+    def _biases(self) -> tuple[Bias | None, ...]:
+        return self.q_bias, self.k_bias, self.v_bias
+
+    def with_biases(self, *, out: bool) -> "Attention":
+        """The attention with biases of queries, keys and values, and of what it gives the stream if `out`."""
+        q, k, v = (constant(weight.axes[1:], 0.0) for weight in (self.q, self.k, self.v))
+        own = constant(self.out.axis("embed"), 0.0) if out else None
+        return dataclasses.replace(self, q_bias=q, k_bias=k, v_bias=v, out_bias=own)
 
 
 class GatedMlp(eqx.Module):

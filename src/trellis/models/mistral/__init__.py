@@ -1,0 +1,5 @@
+"""Mistral."""
+
+from trellis.models.mistral.mistral import MistralConfig
+
+__all__ = ["MistralConfig"]

@@ -1,0 +1,29 @@
+"""Mistral's Hugging Face folders."""
+
+from collections.abc import Mapping
+
+from trellis.hub import Family
+from trellis.models.llama.hub import DROPPED, KEYS, from_hub, to_hub
+from trellis.models.mistral.mistral import MistralConfig
+
+
+def _to_hub(config: MistralConfig, positions: int) -> dict:
+    return {**to_hub(config, positions), "sliding_window": config.window}
+
+
+def _from_hub(hub: Mapping) -> dict:
+    window = hub.get("sliding_window")
+    return {**from_hub({**hub, "sliding_window": None}), "window": window}
+
+
+FAMILY = Family(
+    config=MistralConfig,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    keys=KEYS,
+    to_hub=_to_hub,
+    from_hub=_from_hub,
+    fixed={"hidden_act": "silu"},
+    dropped=DROPPED,
+    defaults={"sliding_window": 4096},
+)
