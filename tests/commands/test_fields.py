@@ -50,6 +50,7 @@ CHOOSE = {
         family: {"model": f"{{family: {family}, {_GROUPED}, experts: 4, experts_per_token: 2, tie_embeddings: false}}"}
         for family in ("mixtral", "qwen3_moe")
     },
+    "gemma3": {"model": f"{{family: gemma3, {_GROUPED}, window: 8, global_every: 2, query_scale: 16}}"},
     "gpt_oss": {
         "model": f"{{family: gpt_oss, {_GROUPED}, window: 8, experts: 4, experts_per_token: 2, tie_embeddings: false}}"
     },

@@ -67,6 +67,8 @@ FAMILIES = {
     "qwen2": CONFIGS["qwen2"],
     # Norms after layers, and over all heads, which a tensor's mesh axis slices.
     "olmo2": CONFIGS["olmo2"],
+    # A first layer before pairs, which all see a window, and norms around each part of a layer.
+    "gemma3": CONFIGS["gemma3"],
     # A first layer without experts, and a stack of two: stages share the second.
     "deepseek_v3": dataclasses.replace(
         CONFIGS["deepseek_v3"], routing=Routing(scores="sigmoid", groups=4, groups_per_token=2, scale=2.5)
@@ -83,7 +85,7 @@ FAMILIES = {
 }
 # As many layers as they need to be in stages; elsewhere a pair, or one layer of each kind. That a stack has more than
 # one layer is held by the other families.
-SHALLOW = {"deepseek_v3": 2, "gpt_oss": 2, "gpt2": 2}
+SHALLOW = {"deepseek_v3": 2, "gemma3": 3, "gpt_oss": 2, "gpt2": 2}
 # Layouts on which `test_steps.py` holds the gradients of all families but the two that follow, beside their curves.
 IN_STEPS = {"data", "fsdp", "fsdp_tensor", "sequence", "hybrid"}
 OTHERS = {*LAYOUTS} - IN_STEPS
@@ -97,6 +99,7 @@ FEWER = {
     "qwen2": {"fsdp_tensor", "tensor"},
     "qwen3": OTHERS,
     "olmo2": {"fsdp", "sequence", "tensor", "pipeline", "overlap, context"},
+    "gemma3": {"fsdp_tensor", "sequence", "ring", "exchange", "pipeline"},
     "mixtral": {"ring, exchange", "pipeline", "overlap"},
     "gpt2": OTHERS - {"exchange", "ring, gather, heads"},
     "gptj": OTHERS - {"gather", "ring, exchange", "overlap, context"},

@@ -4,6 +4,7 @@ import dataclasses
 
 from trellis.models import (
     DeepseekV3Config,
+    Gemma3Config,
     GPT2Config,
     GPTJConfig,
     GptOssConfig,
@@ -34,6 +35,10 @@ CONFIGS: dict[str, ModelConfig] = {
     "qwen2": Qwen2Config(**_GATED, head_dim=8, tie_embeddings=True),
     "qwen3": Qwen3Config(**_GATED, head_dim=16, tie_embeddings=False),
     "olmo2": Olmo2Config(**_GATED, head_dim=8, tie_embeddings=False),
+    "gemma3": Gemma3Config(
+        **_GATED | {"layers": 5}, head_dim=8, window=6, global_every=2, query_scale=12,
+        rope_scaling=LinearScaling(factor=8.0),
+    ),
     "mixtral": MixtralConfig(
         **_GATED, head_dim=8, experts=4, experts_per_token=2, tie_embeddings=False, routing=Routing(balance=0.02)
     ),

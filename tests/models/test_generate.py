@@ -16,7 +16,18 @@ from trellis.named import einsum, named, shard
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (2, 7)).tolist()
-FAMILIES = ["llama3", "mistral", "qwen3", "olmo2", "mixtral", "gpt_oss", "deepseek_v3", "gpt2_mistral", "gptj"]
+FAMILIES = [
+    "llama3",
+    "mistral",
+    "qwen3",
+    "olmo2",
+    "gemma3",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+    "gpt2_mistral",
+    "gptj",
+]
 
 
 @functools.cache

@@ -132,7 +132,7 @@ def family_in(families: Mapping[str, Family], hub: Mapping, where: str) -> Famil
     """The family that `config.json` names.
 
     Args:
-        families: by their `model_type`.
+        families: those that are known.
         hub: the contents of `config.json`.
         where: the file, for messages.
 
@@ -140,12 +140,13 @@ def family_in(families: Mapping[str, Family], hub: Mapping, where: str) -> Famil
         UserError: it is not known here.
     """
     kind = hub.get("model_type")
-    family = families.get(kind) if isinstance(kind, str) else None
+    known = {family.model_type: family for family in families.values()}
+    family = known.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise UserError(
             "An imported model must be of a family that Trellis knows.",
             seen=f"model_type: {kind}",
             where=where,
-            fix=f"use one of: {', '.join(families)}",
+            fix=f"use one of: {', '.join(known)}",
         )
     return family

@@ -2,6 +2,7 @@
 
 from trellis.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from trellis.models.families import FAMILIES, ModelConfig
+from trellis.models.gemma3 import Gemma3, Gemma3Config
 from trellis.models.gpt2 import GPT2, GPT2Config
 from trellis.models.gpt_oss import GptOssConfig
 from trellis.models.gptj import GPTJ, GPTJConfig
@@ -25,6 +26,8 @@ __all__ = [
     "FamilyConfig",
     "GPT2Config",
     "GPTJConfig",
+    "Gemma3",
+    "Gemma3Config",
     "GptOssConfig",
     "LanguageModel",
     "LinearScaling",

@@ -15,6 +15,7 @@ _FOLDERS = (
     "qwen2",
     "qwen3",
     "olmo2",
+    "gemma3",
     "mixtral",
     "qwen3_moe",
     "gpt_oss",

@@ -39,7 +39,7 @@ Bias = Annotated[NamedArray, Role.BIAS]
 """Added to activations."""
 
 # Axes that, if they come first, only say how many of a parameter there are.
-COUNTING = ("stage", "layers", "dense_layers", "experts")
+COUNTING = ("stage", "layers", "first_layers", "dense_layers", "experts")
 
 
 class Parameter(NamedTuple):

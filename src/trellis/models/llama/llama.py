@@ -9,6 +9,7 @@ Written for one device, in named tensors; a layout makes it parallel. Axes:
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import equinox as eqx
@@ -52,8 +53,8 @@ class Attention(eqx.Module):
     """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) with rotary positions.
 
     Llama has the four weights alone. Its descendants add biases, norms of queries and keys (of each head, or of all
-    heads together), a window that is all of the keys that a query sees, itself included, or a sink for each head, which
-    is a score without a key.
+    heads together), a sink for each head, which is a score without a key, a window of keys that a query sees, itself
+    included, or another factor of scores than one over the root of `head_dim`.
     """
 
     q: Weight
@@ -68,6 +69,7 @@ class Attention(eqx.Module):
     out_bias: Bias | None = None
     sinks: Bias | None = None
     window: int | None = eqx.field(static=True, default=None)
+    scale: float | None = eqx.field(static=True, default=None)
 
     @staticmethod
     def init(config, *, key) -> "Attention":
@@ -90,7 +92,7 @@ class Attention(eqx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = save(rotate(q, rope), "query"), save(rotate(k, rope), "key"), save(v, "value")
         k, v = k.rename(pos="key_pos"), v.rename(pos="key_pos")
-        seen = dict(segment_ids=segment_ids, window=self.window, sinks=self.sinks)
+        seen = dict(segment_ids=segment_ids, window=self.window, sinks=self.sinks, scale=self.scale)
         out = attention(q, k, v, **seen, save_name="attention")
         out = einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out)
         return out if self.out_bias is None else out + self.out_bias
@@ -107,11 +109,12 @@ class Attention(eqx.Module):
 
 
 class GatedMlp(eqx.Module):
-    """SwiGLU feed-forward block (Shazeer, 2020, arXiv:2002.05202)."""
+    """Gated feed-forward block (Shazeer, 2020, arXiv:2002.05202), with SwiGLU unless it is given another gate."""
 
     gate: Weight
     up: Weight
     down: Weight
+    gated: Callable[[NamedArray, NamedArray], NamedArray] = eqx.field(static=True, default=swiglu)
 
     @staticmethod
     def init(config, *, key, width: int | None = None) -> "GatedMlp":
@@ -127,7 +130,7 @@ class GatedMlp(eqx.Module):
     def __call__(self, x: NamedArray) -> NamedArray:
         gate, up = dot_each(x, (self.gate, self.up), over="embed")  # "batch pos mlp"
         gate, up = save(gate, "mlp_gate"), save(up, "mlp_up")
-        return einsum("batch pos mlp, mlp embed -> batch pos embed", swiglu(gate, up), self.down)
+        return einsum("batch pos mlp, mlp embed -> batch pos embed", self.gated(gate, up), self.down)
 
 
 class Block(eqx.Module):
