@@ -100,8 +100,9 @@ BINARY = {
     "tr.remainder({}, tr.abs({}) + 1.0)": "jnp.remainder({}, jnp.abs({}) + 1.0)",
     "tr.floor_divide({}, tr.abs({}) + 1.0)": "jnp.floor_divide({}, jnp.abs({}) + 1.0)",
     "nn.swiglu({}, {})": "jax.nn.silu({}) * {}",
+    "nn.geglu({}, {})": "jax.nn.gelu({}) * {}",
 }
-WIDE = ("float32", "float_power", "nn.swiglu")  # not for bfloat16: another type, or rounded elsewhere
+WIDE = ("float32", "float_power", "nn.swiglu", "nn.geglu")  # not for bfloat16: another type, or rounded elsewhere
 COMPARISONS = ("{} < {}", "{} <= {}", "{} > {}", "{} >= {}")
 COMPARISONS += tuple(f"tr.{name}({{}}, {{}})" for name in ("less", "less_equal", "greater", "greater_equal"))
 TESTS = ("signbit", "isnan", "isinf", "isfinite")

@@ -137,6 +137,7 @@ CALLS = {
     "nn.cross_entropy": [
         (layout, lambda fn, x: fn(x, TARGETS), x) for layout, x in ((DATA, LOGITS), (TENSOR, LOGITS_T))
     ],
+    "nn.geglu": [(LAYOUT, lambda fn, x, y: fn(x, y), X, X)],
     "nn.next_token_loss": [
         (layout, lambda fn, h, t: fn(h, t, TARGETS).total, h, t)
         for layout, h, t in ((DATA, H, TABLE), (TENSOR, H_T, TABLE_T))

@@ -1,25 +1,47 @@
-"""The fenced gate against the plain one."""
+"""The fenced gates against the plain ones."""
 
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import trellis as tr
 from trellis.named import named
-from trellis.nn import swiglu
+from trellis.nn import geglu, swiglu
+
+GATES = pytest.mark.parametrize(
+    ("gated", "activation"), [(swiglu, jax.nn.silu), (geglu, jax.nn.gelu)], ids=["swiglu", "geglu"]
+)
 
 
-def test_the_fence_changes_no_number():
-    gate, up, cotangent = jax.random.normal(jax.random.key(0), (3, 4, 16))
-    value, pull = jax.vjp(swiglu, gate, up)
-    expected, plain = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+@GATES
+def test_the_fence_changes_no_number(gated, activation):
+    gate, up, cotangent = 2 * jax.random.normal(jax.random.key(0), (3, 4, 16))
+    value, pull = jax.vjp(gated, gate, up)
+    expected, plain = jax.vjp(lambda gate, up: activation(gate) * up, gate, up)
     np.testing.assert_array_equal(value, expected)
     for mine, theirs in zip(pull(cotangent), plain(cotangent)):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
+
+
+@GATES
+def test_both_modes_and_second_derivatives(gated, activation):
+    gate, up = jax.random.normal(jax.random.key(1), (2, 4, 16))
+    plain = lambda gate, up: (activation(gate) * up).sum()
+    mine = lambda gate, up: gated(gate, up).sum()
+    for derive in (jax.jacfwd, jax.jacrev, lambda f: jax.jacfwd(jax.grad(f)), lambda f: jax.jacrev(jax.grad(f))):
+        np.testing.assert_allclose(derive(mine)(gate, up), derive(plain)(gate, up), rtol=2e-5, atol=2e-6)
+
+
+def test_a_geglu_keeps_its_operands_alone():
+    """Two arrays of `mlp`, and no third, for a batch that is not recomputed."""
+    gate, up = jax.random.normal(jax.random.key(0), (2, 4, 16)).astype(jnp.bfloat16)
+    _, pull = jax.vjp(geglu, gate, up)
+    assert sum(leaf.size for leaf in jax.tree.leaves(pull)) == 2 * gate.size
 
 
 def test_on_a_cpu_each_gradient_is_one_operation_that_reads_nothing_which_both_have():
@@ -33,10 +55,11 @@ def test_on_a_cpu_each_gradient_is_one_operation_that_reads_nothing_which_both_h
         assert computations[fused].count(" exponential(") == 1
 
 
-def test_in_bfloat16_a_cpu_rounds_values_and_gradients_once():
+@GATES
+def test_in_bfloat16_a_cpu_rounds_values_and_gradients_once(gated, activation):
     wide = jax.random.normal(jax.random.key(0), (3, 4, 16)).astype(jnp.bfloat16).astype(jnp.float32)
-    value, pull = jax.vjp(swiglu, *wide[:2].astype(jnp.bfloat16))
-    expected, plain = jax.vjp(swiglu, *wide[:2])
+    value, pull = jax.vjp(gated, *wide[:2].astype(jnp.bfloat16))
+    expected, plain = jax.vjp(gated, *wide[:2])
     found = (value, *pull(wide[2].astype(jnp.bfloat16)))
     for mine, exact in zip(found, (expected, *plain(wide[2])), strict=True):
         np.testing.assert_array_equal(mine, exact.astype(jnp.bfloat16))

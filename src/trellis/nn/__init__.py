@@ -18,7 +18,7 @@ from trellis.nn.attention import (
 )
 from trellis.nn.dropout import Dropout
 from trellis.nn.embedding import Embedding
-from trellis.nn.gate import ClampedSwiGLU, swiglu
+from trellis.nn.gate import ClampedSwiGLU, geglu, swiglu
 from trellis.nn.initializers import constant, normal, weight
 from trellis.nn.linear import Linear
 from trellis.nn.loss import LossError, TokenLoss, cross_entropy, linear_cross_entropy, next_token_loss, tied
@@ -63,6 +63,7 @@ __all__ = [
     "decode_attention",
     "dot_product_attention",
     "frequencies",
+    "geglu",
     "linear_cross_entropy",
     "moe",
     "next_token_loss",

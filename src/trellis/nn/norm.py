@@ -12,7 +12,8 @@ class RMSNorm(eqx.Module):
     """Root-mean-square norm (Zhang and Sennrich, 2019, arXiv:1910.07467): `x / rms(x) * scale`, over the names of the
     scale. Where a mesh axis slices one of them, the mean square is summed over it.
 
-    With a `center` the factor is `center + scale`, in float32: a scale in 16 bits is finer around 0 than around 1.
+    With a `center` the factor is `center + scale`, added in float32: a scale in 16 bits is finer around 0 than around
+    1.
     """
 
     scale: Scale
@@ -26,9 +27,8 @@ class RMSNorm(eqx.Module):
     def __call__(self, x: NamedArray) -> NamedArray:
         wide = x.astype(jnp.float32)
         wide = wide * rsqrt((wide * wide).mean(self.scale.names) + self.eps)
-        if self.center:
-            return (wide * (self.scale.astype(jnp.float32) + self.center)).astype(x.dtype)
-        return wide.astype(x.dtype) * self.scale.astype(x.dtype)
+        scale = self.scale.astype(jnp.float32) + self.center if self.center else self.scale
+        return wide.astype(x.dtype) * scale.astype(x.dtype)
 
 
 class LayerNorm(eqx.Module):

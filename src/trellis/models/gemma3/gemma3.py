@@ -15,11 +15,11 @@ from typing import Literal
 import equinox as eqx
 import jax
 
-from trellis import Axis, NamedArray, Stacked, UserError, arange, gelu, take
+from trellis import Axis, NamedArray, Stacked, UserError, arange, take
 from trellis.models import fields
 from trellis.models.llama import Attention, GatedMlp, Llama
 from trellis.models.protocol import Output
-from trellis.nn import RMSNorm, Table, Weight, attend, rotary_tables
+from trellis.nn import RMSNorm, Table, Weight, attend, geglu, rotary_tables
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +92,6 @@ class Gemma3Config:
 
 def _norm(axis: Axis, config: Gemma3Config) -> RMSNorm:
     return RMSNorm.init(axis, config.norm_eps, center=1.0)
-
-
-def geglu(gate: NamedArray, up: NamedArray) -> NamedArray:
-    """`gelu(gate) * up`."""
-    return gelu(gate) * up
 
 
 class Block(eqx.Module):
