@@ -17,41 +17,29 @@ import jax
 
 from trellis import Axis, NamedArray, Stacked, UserError, arange, take
 from trellis.models import fields
-from trellis.models.llama import Attention, GatedMlp, Llama
+from trellis.models.llama import Attention, GatedMlp, Llama, LlamaLike
 from trellis.models.protocol import Output
 from trellis.nn import RMSNorm, Table, Weight, attend, geglu, rotary_tables
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma3Config:
+class Gemma3Config(LlamaLike):
     """What defines a Gemma 3."""
 
     family: Literal["gemma3"] = "gemma3"
-    vocab: fields.Vocab
-    embed: fields.Embed
-    layers: fields.Layers
-    heads: fields.Heads
-    kv_heads: fields.KVHeads
-    head_dim: fields.HeadDim
     window: int
     """Keys that a query of most blocks sees, itself included. Raise it for more local attention; cost grows with it."""
     global_every: int = 6
     """Every so many blocks, one attends to everything. Lower it for more of those, whose cost grows with the length."""
     query_scale: int
     """Scores are divided by the root of this. Leave it at head_dim, or set it to the value of an imported model."""
-    mlp: fields.Mlp
-    rope_theta: fields.RopeTheta
-    rope_scaling: fields.RopeScaling = None
     local_rope_theta: float = 10_000.0
     """`rope_theta` of the blocks that see a window. Leave it: their keys are near."""
     norm_eps: fields.RMSNormEps = 1e-6
     tie_embeddings: fields.TieEmbeddings = True
-    positions = None  # sequences may have any length
-    experts = experts_per_token = 1
 
     def __post_init__(self):
-        fields.check_sizes(self)
-        fields.check_key_heads(self)
+        LlamaLike.__post_init__(self)
         if self.layers < self.global_every:
             raise UserError(
                 "`layers` must be at least `global_every`, so that one of them attends to everything.",

@@ -1,5 +1,5 @@
 """Llama."""
 
-from trellis.models.llama.llama import Attention, Block, GatedMlp, Llama, LlamaConfig
+from trellis.models.llama.llama import Attention, Block, GatedMlp, Llama, LlamaConfig, LlamaLike
 
-__all__ = ["Attention", "Block", "GatedMlp", "Llama", "LlamaConfig"]
+__all__ = ["Attention", "Block", "LlamaLike", "GatedMlp", "Llama", "LlamaConfig"]

@@ -22,10 +22,10 @@ from trellis.nn import Bias, RMSNorm, Table, Weight, attend, constant, normal, r
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaConfig:
-    """What defines a Llama."""
+class LlamaLike:
+    """What Llama and the families whose blocks are made of its parts have in common."""
 
-    family: Literal["llama"] = "llama"
+    family: str
     vocab: fields.Vocab
     embed: fields.Embed
     layers: fields.Layers
@@ -35,7 +35,7 @@ class LlamaConfig:
     mlp: fields.Mlp
     rope_theta: fields.RopeTheta
     rope_scaling: fields.RopeScaling = None
-    norm_eps: fields.RMSNormEps = 1e-5
+    norm_eps: fields.RMSNormEps
     tie_embeddings: fields.TieEmbeddings
     positions = None  # sequences may have any length
     experts = experts_per_token = 1
@@ -43,6 +43,14 @@ class LlamaConfig:
     def __post_init__(self):
         fields.check_sizes(self)
         fields.check_key_heads(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig(LlamaLike):
+    """What defines a Llama."""
+
+    family: Literal["llama"] = "llama"
+    norm_eps: fields.RMSNormEps = 1e-5
 
     def init(self, *, key, vocab_multiple: int = 1) -> "Llama":
         """The model with fresh parameters, its vocabulary padded to a multiple."""

@@ -4,34 +4,18 @@ import dataclasses
 from typing import Literal
 
 from trellis.models import fields
-from trellis.models.llama import Block, Llama
+from trellis.models.llama import Block, Llama, LlamaLike
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MistralConfig:
+class MistralConfig(LlamaLike):
     """What defines a Mistral."""
 
     family: Literal["mistral"] = "mistral"
-    vocab: fields.Vocab
-    embed: fields.Embed
-    layers: fields.Layers
-    heads: fields.Heads
-    kv_heads: fields.KVHeads
-    head_dim: fields.HeadDim
+    norm_eps: fields.RMSNormEps = 1e-5
     window: int | None = None
     """Keys that a query sees, itself included; null for all before it. Set it for long sequences, whose cost then grows
     with their length alone."""
-    mlp: fields.Mlp
-    rope_theta: fields.RopeTheta
-    rope_scaling: fields.RopeScaling = None
-    norm_eps: fields.RMSNormEps = 1e-5
-    tie_embeddings: fields.TieEmbeddings
-    positions = None  # sequences may have any length
-    experts = experts_per_token = 1
-
-    def __post_init__(self):
-        fields.check_sizes(self)
-        fields.check_key_heads(self)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -9,32 +9,16 @@ import jax
 
 from trellis import Axis, NamedArray
 from trellis.models import fields
-from trellis.models.llama import Attention, GatedMlp, Llama
+from trellis.models.llama import Attention, GatedMlp, Llama, LlamaLike
 from trellis.nn import RMSNorm, attend
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Olmo2Config:
+class Olmo2Config(LlamaLike):
     """What defines an OLMo 2."""
 
     family: Literal["olmo2"] = "olmo2"
-    vocab: fields.Vocab
-    embed: fields.Embed
-    layers: fields.Layers
-    heads: fields.Heads
-    kv_heads: fields.KVHeads
-    head_dim: fields.HeadDim
-    mlp: fields.Mlp
-    rope_theta: fields.RopeTheta
-    rope_scaling: fields.RopeScaling = None
     norm_eps: fields.RMSNormEps = 1e-6
-    tie_embeddings: fields.TieEmbeddings
-    positions = None  # sequences may have any length
-    experts = experts_per_token = 1
-
-    def __post_init__(self):
-        fields.check_sizes(self)
-        fields.check_key_heads(self)
 
     def init(self, *, key, vocab_multiple: int = 1) -> Llama:
         """The model with fresh parameters, its vocabulary padded to a multiple."""

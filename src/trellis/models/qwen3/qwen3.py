@@ -5,32 +5,16 @@ from typing import Literal
 
 from trellis import Axis
 from trellis.models import fields
-from trellis.models.llama import Block, Llama
+from trellis.models.llama import Block, Llama, LlamaLike
 from trellis.nn import RMSNorm
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3Config:
+class Qwen3Config(LlamaLike):
     """What defines a Qwen3."""
 
     family: Literal["qwen3"] = "qwen3"
-    vocab: fields.Vocab
-    embed: fields.Embed
-    layers: fields.Layers
-    heads: fields.Heads
-    kv_heads: fields.KVHeads
-    head_dim: fields.HeadDim
-    mlp: fields.Mlp
-    rope_theta: fields.RopeTheta
-    rope_scaling: fields.RopeScaling = None
     norm_eps: fields.RMSNormEps = 1e-6
-    tie_embeddings: fields.TieEmbeddings
-    positions = None  # sequences may have any length
-    experts = experts_per_token = 1
-
-    def __post_init__(self):
-        fields.check_sizes(self)
-        fields.check_key_heads(self)
 
     def init(self, *, key, vocab_multiple: int = 1) -> Llama:
         """The model with fresh parameters, its vocabulary padded to a multiple."""
