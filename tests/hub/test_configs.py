@@ -1,5 +1,6 @@
 """`config.json` as others write it: fields left out, and fields that change what a model computes."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -171,3 +172,27 @@ def test_quantized_weights(quantized, seen):
     error = refused("llama", contents("llama") | {"quantization_config": quantized})
     assert error.rule == "Imported weights must be stored in bfloat16, float16 or float32."
     assert error.seen == f"quantization_config: {seen}"
+
+
+def test_a_gemmas_layers_and_positions():
+    """Windows in the pattern that its configuration says, and two kinds of positions, in either version's places."""
+    whole = contents("gemma3_text")
+    far, near = "full_attention", "sliding_attention"
+    assert whole["layer_types"] == [near, far, near, far, near]
+    older = {name: value for name, value in whole.items() if name not in ("layer_types", "rope_parameters")}
+    assert read("gemma3_text", older) == BY_TYPE["gemma3_text"]
+    assert read("gemma3_text", older | {"rope_local_base_freq": 5000.0}).local_rope_theta == 5000.0
+    for kinds in ([near] * 5, [near, far, far, near, far], far):
+        error = refused("gemma3_text", whole | {"layer_types": kinds})
+        assert error.rule == "One layer of a Gemma 3 must see everything, and then every so many layers one more."
+    scaled = {far: whole["rope_parameters"][far], near: {"rope_type": "linear", "factor": 2.0}}
+    error = refused("gemma3_text", whole | {"rope_parameters": scaled})
+    assert error.seen == "rope_type: linear of sliding_attention"
+    with pytest.raises(UserError, match=r"seen:  layers=5, global_every=6"):
+        dataclasses.replace(BY_TYPE["gemma3_text"], global_every=6)
+
+
+def test_a_mistrals_window():
+    whole = contents("mistral")
+    assert read("mistral", whole | {"sliding_window": None}).window is None
+    assert read("mistral", {name: value for name, value in whole.items() if name != "sliding_window"}).window == 4096

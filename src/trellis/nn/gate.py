@@ -28,7 +28,9 @@ def swiglu(gate, up):
     f32[mlp=2]
     [0. 0.]
     """
-    return _gate(_swiglu, silu, jax.nn.silu, gate, up)
+    if not _fences(gate, up):
+        return (silu if is_named(gate) else jax.nn.silu)(gate) * up
+    return gate.with_array(_swiglu(gate.array, up.array)) if is_named(gate) else _swiglu(gate, up)
 
 
 def geglu(gate, up):
@@ -44,16 +46,17 @@ def geglu(gate, up):
     f32[mlp=2]
     [0. 0.]
     """
-    return _gate(_geglu, gelu, jax.nn.gelu, gate, up)
+    if not _fences(gate, up):
+        return (gelu if is_named(gate) else jax.nn.gelu)(gate) * up
+    return gate.with_array(_geglu(gate.array, up.array)) if is_named(gate) else _geglu(gate, up)
 
 
-def _gate(fenced: Callable, named: Callable, plain: Callable, gate, up):
-    """`activation(gate) * up` by the function with fences where they help, else by the activation's own."""
+def _fences(gate, up) -> bool:
+    """Whether a gate's gradients are made before what reads them: of operands that lie alike, where that helps."""
     if not is_named(gate):
-        return fenced(gate, up) if jax.typeof(gate) == jax.typeof(up) else plain(gate) * up
-    if gate.names != up.names or jax.typeof(gate.array) != jax.typeof(up.array) or not fences_gradients(gate.array):
-        return named(gate) * up
-    return gate.with_array(fenced(gate.array, up.array))
+        return jax.typeof(gate) == jax.typeof(up)
+    alike = gate.names == up.names and jax.typeof(gate.array) == jax.typeof(up.array)
+    return alike and fences_gradients(gate.array)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,4 +2,4 @@
 
 from trellis.models.llama.llama import Attention, Block, GatedMlp, Llama, LlamaConfig, LlamaLike
 
-__all__ = ["Attention", "Block", "LlamaLike", "GatedMlp", "Llama", "LlamaConfig"]
+__all__ = ["Attention", "Block", "GatedMlp", "Llama", "LlamaConfig", "LlamaLike"]

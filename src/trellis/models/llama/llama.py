@@ -95,7 +95,8 @@ class Attention(eqx.Module):
 
     def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
         q, k, v = dot_each(x, (self.q, self.k, self.v), over="embed")  # "batch pos heads head_dim", or kv_heads
-        q, k, v = (y if bias is None else y + bias for y, bias in zip((q, k, v), self._biases, strict=True))
+        if self.q_bias is not None and self.k_bias is not None and self.v_bias is not None:
+            q, k, v = q + self.q_bias, k + self.k_bias, v + self.v_bias
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = save(rotate(q, rope), "query"), save(rotate(k, rope), "key"), save(v, "value")
@@ -104,10 +105,6 @@ class Attention(eqx.Module):
         out = attention(q, k, v, **seen, save_name="attention")
         out = einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out)
         return out if self.out_bias is None else out + self.out_bias
-
-    @property
-    def _biases(self) -> tuple[Bias | None, ...]:
-        return self.q_bias, self.k_bias, self.v_bias
 
     def with_biases(self, *, out: bool) -> "Attention":
         """The attention with biases of queries, keys and values, and of what it gives the stream if `out`."""
