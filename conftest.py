@@ -151,6 +151,7 @@ def pytest_configure(config):
 def pytest_collection_finish(session):
     """What was imported and collected stays. A trace makes objects by the million, which live as long as it does: to
     look through them for garbage took a tenth of all time, and is left to where a process has grown."""
+    jax.devices()  # eight for all tests: a command that is run first would ask for another number
     gc.freeze()
     gc.enable()
     gc.set_threshold(5_000_000, 20, 20)

@@ -40,6 +40,7 @@ Bias = Annotated[NamedArray, Role.BIAS]
 
 # Axes that, if they come first, only say how many of a parameter there are.
 COUNTING = ("stage", "layers", "first_layers", "dense_layers", "experts")
+_LAYERS = ("layers", "first_layers", "dense_layers")
 
 
 class Parameter(NamedTuple):
@@ -73,6 +74,11 @@ class Parameter(NamedTuple):
     def counting(self) -> int:
         """How many leading axes only count parameters of one kind (layers, experts)."""
         return next((i for i, name in enumerate(self.names) if name not in COUNTING), len(self.names))
+
+    @property
+    def of_layers(self) -> bool:
+        """Whether its first axis counts layers, of any stack."""
+        return self.names[:1] in [(name,) for name in _LAYERS]
 
     @property
     def is_stacked(self) -> bool:

@@ -274,7 +274,7 @@ def _check_narrow_products(run: Run, model: Any) -> None:
         if not any(p.matches((part,)) for p, _ in marked):
             raise _no_narrow_product(f"`{part}`, which matches no weight that multiplies", model)
     for p, kind in marked:
-        layer = p.is_stacked
+        layer = p.of_layers
         able = ("fp8", "mxfp8") if not layer else ("fp8", "int8") if "experts" in p.names else (kind,)
         if not layer and p.path != head.path:
             raise _no_narrow_product(f"{kind} for `{p.path}`", model)
@@ -285,7 +285,7 @@ def _check_narrow_products(run: Run, model: Any) -> None:
 
 
 def _no_narrow_product(seen: str, model: Any, fix: str = "") -> UserError:
-    able = [p.path.removeprefix("layers.") for p in parameters(model) if p.role == Role.WEIGHT and p.is_stacked]
+    able = [p.path.removeprefix("layers.") for p in parameters(model) if p.role == Role.WEIGHT and p.of_layers]
     return UserError(
         "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding (in fp8 or "
         "mxfp8, which can represent small probabilities).",
