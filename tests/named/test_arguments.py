@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import trellis as tr
+from trellis import nn
 
 X = tr.zeros({"batch": 4, "embed": 6})
 WHOLE = tr.zeros({"batch": 4}, dtype=jnp.int32)
+KEYS = tr.named(jax.random.split(jax.random.key(0), 4), "batch")
 
 WRONG = {
     "a count that is an axis": (lambda: tr.top_k(X, "embed", tr.Axis("k", 2)), r"top_k takes a whole number, got .*k"),
@@ -45,7 +47,7 @@ WRONG = {
     ),
     "keys as numbers": (
         lambda: tr.logsumexp(tr.random.split(jax.random.key(0), "batch", 4)),
-        r"operands of dtypes that JAX accepts, got key\[batch=4\] in logsumexp",
+        r"takes no random keys, got key\[batch=4\] in logsumexp: draw numbers",
     ),
     "one array to join": (
         lambda: tr.concatenate(jnp.ones((2, 2)), "batch"),
@@ -114,6 +116,13 @@ WRONG = {
     "no map": (lambda: tr.named_jit(abs, inputs="compuet"), r"got 'compuet', in named_jit\(inputs=\.\.\.\): write"),
     "nothing to compile": (lambda: tr.named_jit(3), r"named_jit takes a function, got 3, in named_jit"),
     "nothing to draw": (lambda: tr.show(3), r"show can draw only arrays and layouts, got int, in show: pass an array"),
+    "keys as factors": (lambda: tr.dot(KEYS, X, over="batch"), r"takes no random keys, got key\[batch=4\] in dot"),
+    "keys as terms": (lambda: tr.tanh(KEYS), r"takes no random keys, got key\[batch=4\] in tanh: draw numbers"),
+    "keys as another dtype": (lambda: KEYS.astype("float32"), r"got key\[batch=4\] in astype\(float32\): draw numbers"),
+    "keys of the host": (lambda: tr.from_numpy(KEYS.array, "batch"), r"got key\[4\] in from_numpy: name them with"),
+    "a gate for a choice": (lambda: tr.gelu(X, X), r"True or False for approximate, got .*, in gelu: write .*geglu"),
+    "an array for a map": (lambda: tr.shard(X, X), r"got f32\[.*\], in shard: write 'params'"),
+    "a gate of two kinds": (lambda: nn.swiglu(X, X.array), r"both operands of a gate must have names, or neither"),
     "an array without names": (lambda: tr.named(jnp.zeros(3), None), r"named takes names, got None, in named"),
 }
 

@@ -5,7 +5,9 @@ Each keeps names, sizes and sharding, moves nothing, and refuses partial sums. P
 
 import jax
 
+from trellis.named.arguments import shown
 from trellis.named.array import NamedArray
+from trellis.named.axis import NamesError
 from trellis.named.backend import keeps_operand, rounded_once
 from trellis.named.elementwise import by_name
 
@@ -169,7 +171,15 @@ def gelu(x, approximate: bool = True) -> NamedArray:
 
     Args:
         approximate: by a tanh, as GPT-2 does; else by the error function.
+
+    Raises:
+        NamesError: `approximate` is no True or False.
     """
+    if not isinstance(approximate, bool):
+        raise NamesError(
+            f"gelu takes True or False for approximate, got {shown(approximate)}, in gelu: write approximate=False, or "
+            "nn.geglu(gate, up) for a gate"
+        )
     return by_name(_gelu_by_tanh if approximate else _gelu, x, name="gelu")
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from trellis._compat import is_tracer, refuses_slices
@@ -76,10 +77,25 @@ def dtypes_of_jax(args, what: str) -> Generator[None]:
     except (TypeError, ValueError) as error:
         if not (said := _OF_A_DTYPE.search(str(error))):
             raise
+        refuse_keys(args, what)
         raise NamesError(
             f"an operation must have operands of dtypes that JAX accepts, got {' and '.join(map(shown, args))} in "
             f"{what} ({said[0].strip()}): cast with .astype"
         ) from error
+
+
+_OF_KEYS = "draw numbers with them, with trellis.random, or take their bits, with jax.random.key_data"
+
+
+def refuse_keys(args, what: str, fix: str = _OF_KEYS) -> None:
+    """Takes only numbers.
+
+    Raises:
+        NamesError: an array holds random keys.
+    """
+    for x in args:
+        if (dtype := getattr(x, "dtype", None)) is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            raise NamesError(f"an operation on numbers takes no random keys, got {shown(x)} in {what}: {fix}")
 
 
 def unplaced(error: Exception) -> str | None:

@@ -10,7 +10,7 @@ from trellis._compat import is_tracer
 from trellis.mesh.dealing import deal, places_dealt
 from trellis.mesh.layout import Layout, current_layout
 from trellis.named import backend
-from trellis.named.arguments import shown
+from trellis.named.arguments import refuse_keys, shown
 from trellis.named.array import NamedArray, named
 from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of
 from trellis.named.binary import equal, greater_equal, less_equal
@@ -210,6 +210,7 @@ def from_numpy(array: np.ndarray, names: Names) -> NamedArray:
     Gradient: none.
     Moves: nothing between devices; each is sent its slice.
     """
+    refuse_keys((array,), "from_numpy", "name them with named(keys, '...'), and place them with shard")
     x = named(np.asarray(array), names)
     layout = current_layout()
     if layout is None:

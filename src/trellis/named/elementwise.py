@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from trellis._compat import is_tracer
 from trellis.mesh.reshard import place
 from trellis.named import backend
-from trellis.named.arguments import dtype_of, dtypes_of_jax, function_of, slices_of_jax
+from trellis.named.arguments import dtype_of, dtypes_of_jax, function_of, refuse_keys, slices_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import (
@@ -305,6 +305,7 @@ def astype(x, dtype) -> NamedArray:
         PendingSumError: partial sums as whole numbers: each would be rounded on its own.
     """
     dtype = dtype_of(dtype, "astype")
+    refuse_keys((x,), f"astype({dtype.name})")
     if not isinstance(x, NamedArray):
         return x.astype(dtype)
     x = operand(x, f"astype({dtype.name})", pending=jnp.issubdtype(dtype, jnp.inexact))

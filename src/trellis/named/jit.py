@@ -19,7 +19,7 @@ from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.meshes import MeshError
 from trellis.mesh.platform import are_cpus
 from trellis.mesh.reshard import place
-from trellis.named.arguments import function_of, unplaced
+from trellis.named.arguments import function_of, shown, unplaced
 from trellis.named.array import NamedArray, check_rank, holds_none, is_named
 from trellis.named.axis import NamesError
 from trellis.named.operand import in_order_here, on_mesh
@@ -42,10 +42,10 @@ def _mapped(layout: Layout, which) -> Layout:
 
 
 def _check_map(which, where: str) -> None:
-    if not isinstance(which, Mapping) and which not in ("params", "compute"):
+    if not isinstance(which, Mapping) and not (isinstance(which, str) and which in ("params", "compute")):
         raise NamesError(
-            f"a tree must be placed by one of the layout's maps or by a map of your own, got {which!r}, in {where}: "
-            "write 'params', 'compute' or {'embed': 'data'}"
+            f"a tree must be placed by one of the layout's maps or by a map of your own, got {shown(which)}, in "
+            f"{where}: write 'params', 'compute' or {{'embed': 'data'}}"
         )
 
 

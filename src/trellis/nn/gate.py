@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.linear import linear
-from trellis.named import clip, gelu, is_named, minimum, sigmoid, silu
+from trellis.named import NamesError, clip, gelu, is_named, minimum, sigmoid, silu
+from trellis.named.arguments import shown
 from trellis.named.backend import by_itself, fences_gradients, made_again, rounded_once
 
 
@@ -52,7 +53,16 @@ def geglu(gate, up):
 
 
 def _fences(gate, up) -> bool:
-    """Whether a gate's gradients are made before what reads them: of operands that lie alike, where that helps."""
+    """Whether a gate's gradients are made before what reads them: of operands that lie alike, where that helps.
+
+    Raises:
+        NamesError: one operand alone has names.
+    """
+    if is_named(gate) != is_named(up):
+        raise NamesError(
+            f"both operands of a gate must have names, or neither, got {shown(gate)} and {shown(up)}, in a gate: "
+            "name the other one's dimensions, with named(array, '...')"
+        )
     if not is_named(gate):
         return jax.typeof(gate) == jax.typeof(up)
     alike = gate.names == up.names and jax.typeof(gate.array) == jax.typeof(up.array)
