@@ -10,8 +10,8 @@ def test_a_seed_is_one_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [4, 12])
+@pytest.mark.parametrize("seed", [12, 14])
 def test_a_random_run_is_as_on_one_device(seed):
     found = judge(seed)
     assert found.what == "right", f"{found.why}: {draw(seed)}"
-    assert judge(2).what == "refused"
+    assert judge(3).what == "refused"

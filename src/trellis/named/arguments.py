@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trellis._compat import is_tracer, refuses_slices
 from trellis.errors import TrellisError, shortened
@@ -94,7 +95,10 @@ def refuse_keys(args, what: str, fix: str = _OF_KEYS) -> None:
         NamesError: an array holds random keys.
     """
     for x in args:
-        if (dtype := getattr(x, "dtype", None)) is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        dtype = getattr(x, "dtype", None)
+        if dtype is None or isinstance(dtype, np.dtype):  # as almost always: a key's is none of NumPy's
+            continue
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             raise NamesError(f"an operation on numbers takes no random keys, got {shown(x)} in {what}: {fix}")
 
 

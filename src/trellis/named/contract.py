@@ -3,6 +3,8 @@
 import functools
 from collections.abc import Sequence
 
+import numpy as np
+
 from trellis.mesh.manual.einsum import einsum_plain
 from trellis.named.arguments import refuse_keys, text_of
 from trellis.named.array import NamedArray
@@ -149,7 +151,8 @@ def dot_each(
 def _factor(x, what: str) -> NamedArray:
     """An operand of a product, which is of numbers."""
     x = operand(x, what)
-    refuse_keys((x,), what)
+    if not isinstance(x.array.dtype, np.dtype):
+        refuse_keys((x,), what)
     return x
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trellis._compat import is_tracer
 from trellis.mesh.reshard import place
@@ -305,10 +306,12 @@ def astype(x, dtype) -> NamedArray:
         PendingSumError: partial sums as whole numbers: each would be rounded on its own.
     """
     dtype = dtype_of(dtype, "astype")
-    refuse_keys((x,), f"astype({dtype.name})")
     if not isinstance(x, NamedArray):
         return x.astype(dtype)
-    x = operand(x, f"astype({dtype.name})", pending=jnp.issubdtype(dtype, jnp.inexact))
+    what = f"astype({dtype.name})"
+    x = operand(x, what, pending=jnp.issubdtype(dtype, jnp.inexact))
+    if not isinstance(x.array.dtype, np.dtype):
+        refuse_keys((x,), what)
     return x.with_array(x.array.astype(dtype))
 
 

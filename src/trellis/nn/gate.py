@@ -58,12 +58,13 @@ def _fences(gate, up) -> bool:
     Raises:
         NamesError: one operand alone has names.
     """
-    if is_named(gate) != is_named(up):
+    named = is_named(gate)
+    if named != is_named(up):
         raise NamesError(
             f"both operands of a gate must have names, or neither, got {shown(gate)} and {shown(up)}, in a gate: "
             "name the other one's dimensions, with named(array, '...')"
         )
-    if not is_named(gate):
+    if not named:
         return jax.typeof(gate) == jax.typeof(up)
     alike = gate.names == up.names and jax.typeof(gate.array) == jax.typeof(up.array)
     return alike and fences_gradients(gate.array)

@@ -58,10 +58,11 @@ def state_of(x) -> State:
     if not isinstance(sharding, NamedSharding):
         return State("none", whole)
     mesh = sharding.mesh
+    if mesh.empty:
+        here = jax.sharding.get_abstract_mesh()
+        manual = not here.empty and AxisType.Manual in here.axis_types
+        return State("manual" if manual else "none", whole)
     mode = mode_of(mesh)
-    if mode == "none":
-        context = mode_of(jax.sharding.get_abstract_mesh())
-        return State("manual" if context == "manual" else "none", whole)
     spec = sharding.spec
     parts = [() if p is None else (p,) if isinstance(p, str) else tuple(p) for p in spec.partitions]
     axes = tuple(parts) + ((),) * (rank - len(parts))

@@ -101,8 +101,8 @@ class Attention(eqx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = save(rotate(q, rope), "query"), save(rotate(k, rope), "key"), save(v, "value")
         k, v = k.rename(pos="key_pos"), v.rename(pos="key_pos")
-        seen = dict(segment_ids=segment_ids, window=self.window, sinks=self.sinks, scale=self.scale)
-        out = attention(q, k, v, **seen, save_name="attention")
+        seen = {"window": self.window, "sinks": self.sinks, "scale": self.scale}
+        out = attention(q, k, v, segment_ids=segment_ids, save_name="attention", **seen)
         out = einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out)
         return out if self.out_bias is None else out + self.out_bias
 
