@@ -25,7 +25,9 @@ class Server:
     """The process that starts others."""
 
     def __init__(self, environment: Mapping[str, str] | None = None):
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **(environment or {})}  # no threads where it forks
+        # No threads where it forks; and what crashes says where it was.
+        own = {"OPENBLAS_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        environment = {**os.environ, **own, **(environment or {})}
         command = [sys.executable, "-m", "tests.train.forks"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, env=environment, **pipes)
