@@ -3,10 +3,8 @@
 import functools
 from collections.abc import Sequence
 
-import numpy as np
-
 from trellis.mesh.manual.einsum import einsum_plain
-from trellis.named.arguments import refuse_keys, text_of
+from trellis.named.arguments import text_of
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Names, NamesError, once
 from trellis.named.narrow import Narrow, marked
@@ -67,7 +65,7 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
         _check(equation, text, x, more or rest)
         extra += [n for n in x.names if n not in text and n not in extra]
     out = (*extra, *out) if rest else out
-    arrays = [_factor(x, what) for x in operands]
+    arrays = [operand(x, what, keys=False) for x in operands]
     if absent := [n for n in out if not any(n in x.names for x in arrays)]:
         raise NamesError(
             f"a result can only have names of its operands, got '{absent[0]}' in '{equation}' for {types_of(arrays)}: "
@@ -99,7 +97,7 @@ def dot(*operands: NamedArray, over: Names, settle: bool = True, preferred_eleme
         PendingSumError: an operand holds partial sums.
     """
     operands, mark = marked(operands, "dot")
-    arrays = [_factor(x, "dot") for x in operands]
+    arrays = [operand(x, "dot", keys=False) for x in operands]
     over = _summed(arrays, over)
     out = tuple(dict.fromkeys(n for x in arrays for n in x.names if n not in over))
     return _products(arrays, out, _what(over), preferred_element_type, settle, mark)
@@ -128,7 +126,8 @@ def dot_each(
     """
     pairs = []
     factors_of = [marked((x, w), "dot_each") for w in others]
-    x, *factors = on_one_mesh([_factor(a, "dot_each") for a in (x, *(w for (_, w), _ in factors_of))], "dot_each")
+    given = (x, *(w for (_, w), _ in factors_of))
+    x, *factors = on_one_mesh([operand(a, "dot_each", keys=False) for a in given], "dot_each")
     for w, (_, mark) in zip(factors, factors_of, strict=True):
         names = _summed([x, w], over)
         out = tuple(dict.fromkeys(n for a in (x, w) for n in a.names if n not in names))
@@ -146,14 +145,6 @@ def dot_each(
             results[i] = pairs[i].multiply(moved, mine) if found is None else found[n]
     results = {i: to_layout(r) if settle else r for i, r in results.items()}
     return tuple(results[i] for i in range(len(factors)))
-
-
-def _factor(x, what: str) -> NamedArray:
-    """An operand of a product, which is of numbers."""
-    x = operand(x, what)
-    if not isinstance(x.array.dtype, np.dtype):
-        refuse_keys((x,), what)
-    return x
 
 
 def _alike(x: NamedArray, pairs: list[Pair]) -> list[list[int]]:

@@ -5,12 +5,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from trellis._compat import is_tracer
 from trellis.mesh.reshard import place
 from trellis.named import backend
-from trellis.named.arguments import dtype_of, dtypes_of_jax, function_of, refuse_keys, slices_of_jax
+from trellis.named.arguments import dtype_of, dtypes_of_jax, function_of, slices_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import (
@@ -308,10 +307,7 @@ def astype(x, dtype) -> NamedArray:
     dtype = dtype_of(dtype, "astype")
     if not isinstance(x, NamedArray):
         return x.astype(dtype)
-    what = f"astype({dtype.name})"
-    x = operand(x, what, pending=jnp.issubdtype(dtype, jnp.inexact))
-    if not isinstance(x.array.dtype, np.dtype):
-        refuse_keys((x,), what)
+    x = operand(x, f"astype({dtype.name})", pending=jnp.issubdtype(dtype, jnp.inexact), keys=False)
     return x.with_array(x.array.astype(dtype))
 
 

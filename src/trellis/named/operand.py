@@ -20,6 +20,7 @@ from trellis.mesh.landing import on_one_device, placed
 from trellis.mesh.layout import KEY_POSITIONS, POSITIONS, current_layout, is_dealt
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.mesh.reshard import place, scope_name
+from trellis.named.arguments import refuse_keys
 from trellis.named.array import NamedArray, check_rank
 from trellis.named.axis import NamesError
 from trellis.named.part_size import PartSize
@@ -27,7 +28,7 @@ from trellis.notation import Dim, PendingSumError, Shape, spec_of, typeof
 from trellis.notation.state import mode_of, state_of
 
 
-def operand(x, what: str, *, pending: bool = False, copies: bool = True) -> NamedArray:
+def operand(x, what: str, *, pending: bool = False, copies: bool = True, keys: bool = True) -> NamedArray:
     """An operand, checked and on the mesh in force.
 
     Args:
@@ -37,9 +38,10 @@ def operand(x, what: str, *, pending: bool = False, copies: bool = True) -> Name
         copies: whether its gradient may be a partial sum. If not, the array is no longer held as copies (`~x`), and its
             gradient is settled before it becomes the operand's. A single number is never held as copies: if it is a
             loss, its gradient is one on all devices together, where JAX's is one on each.
+        keys: whether random keys may be operands, or JAX itself says clearly that they may not.
 
     Raises:
-        NamesError: not a named array, or one whose array has other dimensions than names.
+        NamesError: not a named array, or one whose array has other dimensions than names, or which holds keys.
         MeshError: an array of another mesh.
         PendingSumError: partial sums in an operation that is not linear.
     """
@@ -49,6 +51,8 @@ def operand(x, what: str, *, pending: bool = False, copies: bool = True) -> Name
             "'...')"
         )
     check_rank(x, what)
+    if not keys:
+        refuse_keys((x,), what)
     array = on_mesh(x.array, x.names, what)
     x = x if array is x.array else NamedArray(array, x.names, x.slices)
     if not pending:

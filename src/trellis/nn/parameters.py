@@ -39,8 +39,8 @@ Bias = Annotated[NamedArray, Role.BIAS]
 """Added to activations."""
 
 # Axes that, if they come first, only say how many of a parameter there are.
-COUNTING = ("stage", "layers", "first_layers", "dense_layers", "experts")
 _LAYERS = ("layers", "first_layers", "dense_layers")
+COUNTING = ("stage", *_LAYERS, "experts")
 
 
 class Parameter(NamedTuple):
@@ -78,7 +78,7 @@ class Parameter(NamedTuple):
     @property
     def of_layers(self) -> bool:
         """Whether its first axis counts layers, of any stack."""
-        return self.names[:1] in [(name,) for name in _LAYERS]
+        return bool(self.names) and self.names[0] in _LAYERS
 
     @property
     def is_stacked(self) -> bool:

@@ -47,7 +47,7 @@ def _to_hub(config: Gemma3Config, positions: int) -> dict:
         "sliding_window_pattern": config.global_every,
         "layer_types": [_FAR if window is None else _NEAR for window in config.windows],
         "query_pre_attn_scalar": config.query_scale,
-        "pad_token_id": None,
+        "pad_token_id": None,  # else 0, whose row of the table transformers would not train
     }
 
 
