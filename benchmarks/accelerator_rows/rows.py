@@ -48,6 +48,23 @@ SMALL_MIXTURE = {
     "data.sequence_length": "64", "batch_size": "4", "layout.preset": "auto", "mesh.data": "1",
 }  # fmt: skip
 LARGER = {"model.embed": "256", "model.mlp": "384", "model.head_dim": "64", "data.sequence_length": "512"}
+# Families whose attention has kernels of its own widths and windows, or norms and biases, where Llama's has none.
+FAMILIES = {
+    "gemma3": {
+        "model.layers": "5", "model.embed": "256", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "256",
+        "model.mlp": "512", "model.window": "128", "model.global_every": "2", "model.query_scale": "192",
+    },
+    "olmo2": {"model.layers": "2", "model.embed": "256", "model.heads": "4", "model.kv_heads": "2", "model.mlp": "512"},
+    "qwen2": {"model.layers": "2", "model.embed": "256", "model.heads": "4", "model.kv_heads": "2", "model.mlp": "512"},
+}  # fmt: skip
+# Google's own sizes.
+GEMMA3_1B = PLAIN | {
+    "model.family": "gemma3", "model.vocab": "262144", "model.embed": "1152", "model.layers": "26", "model.heads": "4",
+    "model.kv_heads": "1", "model.head_dim": "256", "model.mlp": "6912", "model.window": "512",
+    "model.query_scale": "256", "model.rope_theta": "1e6", "data.sequence_length": "2048", "batch_size": "16",
+    "mesh.data": "1", "layout.preset": "fsdp",
+}  # fmt: skip
+GPT2 = PLAIN | {"batch_size": "64", "mesh.data": "1", "remat.policy": "none"}
 # As many layers of the recipes of mixtures as one device holds.
 MIXTURES = {
     "gpt-oss, 2 layers": ("gpt_oss_20b", {"model.layers": "2", "model.vocab": "32768"}),
@@ -88,7 +105,7 @@ def checks(toy: bool) -> list[Row]:
     ordered = repeated | {"options": repeated["options"] | {f"compiler_options.{k}": v for k, v in IN_ORDER.items()}}
     machine = {"size": 256 if toy else 8192, "megabytes": 8 if toy else 1024, "cpu_too": toy}
     machine |= {"at_least": MEASURED_TOY if toy else MEASURED}
-    kernels = {"batch": 2, "pos": 64 if toy else 1024, "head_dims": (16,) if toy else (64, 128)}
+    kernels = {"batch": 2, "pos": 64 if toy else 1024, "head_dims": (16,) if toy else (64, 128, 256)}
     loss = {"tokens": 64, "embed": 32, "vocab": 96} if toy else {"tokens": 2048, "embed": 1024, "vocab": 32_768}
     experts = SMALL_MIXTURE | ({"data.sequence_length": "32"} if toy else LARGER)
     grouped = [(64, 32, 48, 4)] if toy else [(2000, 512, 384, 8), (4096, 256, 320, 64)]
@@ -107,6 +124,14 @@ def checks(toy: bool) -> list[Row]:
                 given={"recipe": recipe, "options": experts, "types": step["types"]},
             )
             for recipe in ("gpt_oss_20b", "qwen3_30b_a3b")[: 1 if toy else 2]
+        ),
+        *(
+            Row(
+                name=f"check {family}",
+                work="check_step",
+                given=step | {"options": small | options | {"model.family": family}},
+            )
+            for family, options in ({} if toy else FAMILIES).items()
         ),
         Row(name="check fp8", work="check_step", given=step | {"types": ("fp8",)}),
         Row(name="check ledger", work="check_ledger", given={"recipe": "llama_84m", "options": sizes | small | ONCE}),
@@ -181,6 +206,8 @@ def all_rows(toy: bool, on: str | None) -> list[Row]:
         peer,
         *alone,
         *(mixture(name) for name in MIXTURES),
+        Row(name="gemma3 1b", work="train_recipe", given={"recipe": "llama_1b", "options": GEMMA3_1B, "profile": True}),
+        Row(name="gpt2 124m", work="train_recipe", given={"recipe": "gpt2_small", "options": GPT2, "profile": True}),
         *(found(size, rank) for rank in RANKS[1:] for size in ("1b", "8b")),
         *(row for size in ("2b", "540m", "270m", "84m") for row in (recipe(size), explicit(size, toy))),
         *(

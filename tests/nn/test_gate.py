@@ -78,7 +78,8 @@ def test_operands_that_lie_differently():
 
 
 def test_fences_of_each_platform():
-    """Of the gradients on TPUs; of what they are made of, too, on CPUs; none on GPUs."""
+    """Of the gradients everywhere; of what they are made of, too, where the forward pass's would be kept: on CPUs, and
+    on GPUs, which write layers out."""
 
     def traced(platform):
         mesh = AbstractMesh(
@@ -89,4 +90,4 @@ def test_fences_of_each_platform():
             loss = lambda a, b: swiglu(named(a, "batch mlp"), named(b, "batch mlp")).array.astype(jnp.float32).sum()
             return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, x)).count(" optimization_barrier ")
 
-    assert [traced(platform) for platform in ("tpu", "cpu", "cuda")] == [1, 2, 0]
+    assert [traced(platform) for platform in ("tpu", "cpu", "cuda")] == [1, 2, 2]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from trellis.cores import usable_cores
+from trellis.mesh.topology import capability_of_kind
 
 _THREADS = 8  # for each CPU device, since its collectives may hold some of them
 
@@ -78,6 +79,13 @@ def adds_in_any_order(x: jax.Array) -> bool:
 def device_kind_of(x: jax.Array) -> str:
     """The maker's name for the devices that a value being traced will live on, as in "NVIDIA B200"."""
     return getattr(_device(x), "device_kind", None) or jax.devices()[0].device_kind
+
+
+def cuda_capability_of(x: jax.Array) -> int:
+    """The major compute capability of the GPUs that a value being traced will live on: 9 is Hopper; 0 if not known."""
+    kind = device_kind_of(x)
+    here = [getattr(device, "compute_capability", "0") for device in jax.devices() if device.device_kind == kind]
+    return int(here[0].partition(".")[0]) if here else capability_of_kind(kind)
 
 
 def _device(x: jax.Array) -> Any:

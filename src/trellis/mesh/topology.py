@@ -273,6 +273,15 @@ _GPUS = {
 }
 
 
+def capability_of_kind(kind: str) -> int:
+    """The major compute capability of a GPU that is compiled or planned for, by its `device_kind`; 0 for others.
+
+    >>> capability_of_kind("NVIDIA B200"), capability_of_kind("NVIDIA H100")
+    (10, 9)
+    """
+    return next((gpu.capability for gpu in _GPUS.values() if gpu.label.startswith(kind)), 0)
+
+
 def _target_config(gpu: _Gpu) -> str:
     """XLA's `GpuTargetConfigProto`, as text."""
     extension = "ACCELERATED_FEATURES" if gpu.capability >= 9 else "NONE"

@@ -75,9 +75,17 @@ def on_accelerator(a: jax.Array) -> bool:
 def fences_gradients(a: jax.Array) -> bool:
     """Whether elementwise gradients that several products read are to be computed once, before them.
 
-    The compilers for TPUs and CPUs would compute them anew inside each product.
+    The compilers for TPUs and CPUs would compute them anew inside each product. The one for GPUs reads the operands
+    once for each of two gradients; together they take 2 to 3 % less of a step on an H200, and for a GELU's the forward
+    pass keeps nothing made on the way.
     """
-    return platform_of(a) in ("tpu", "cpu")
+    return platform_of(a) in ("tpu", "cpu", "cuda")
+
+
+def pairs_at_once(a: jax.Array) -> bool:
+    """Whether a reduction of pairs, the largest number and a sum that depends on it, reads its operand once and is as
+    fast as one of numbers: by XLA for GPUs."""
+    return platform_of(a) == "cuda"
 
 
 def fences_layers(values) -> bool:

@@ -156,9 +156,21 @@ def test_splash_computes_the_formula():
     assert_near(gradients(splash, *inputs, g), gradients(reference, *inputs, g), 1e-4)
 
 
-@pytest.mark.parametrize("sunk, widths", [(True, (64, 64)), (False, (192, 128))])
-def test_gpus_run_cudnn(sunk, widths):
-    mesh = make_mesh(described_devices(target("4xH100")), data=2, model=2)
+@pytest.mark.parametrize(
+    ("gpu", "sunk", "widths", "runs"),
+    [
+        ("H100", True, (64, 64), True),
+        ("H100", False, (192, 128), True),
+        ("B200", False, (192, 128), True),
+        ("A100", False, (192, 128), False),
+        ("H200", False, (256, 256), True),  # Gemma's, for which there are kernels on Hopper alone
+        ("A100", False, (256, 256), False),
+        ("B200", False, (256, 256), False),
+        ("H100", False, (264, 264), False),
+    ],
+)
+def test_gpus_run_cudnn_where_it_has_kernels(gpu, sunk, widths, runs):
+    mesh = make_mesh(described_devices(target(f"4x{gpu}")), data=2, model=2)
 
     def struct(heads, width):
         spec = NamedSharding(mesh, P("data", None, "model"))
@@ -173,7 +185,8 @@ def test_gpus_run_cudnn(sunk, widths):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), cudnn_assumed():
         text = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(*shapes, sinks))
     assert f"bf16[4,1024,4,{widths[1]}]" in text  # a device's part
-    assert text.count("= dot_product_attention_fwd_wrapper[") == text.count("= dot_product_attention_bwd_wrapper[") == 1
+    for way in ("fwd", "bwd"):
+        assert text.count(f"= dot_product_attention_{way}_wrapper[") == runs
 
 
 def test_refusals():

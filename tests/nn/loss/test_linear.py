@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trellis.mesh.meshes import make_mesh
-from trellis.nn.loss import LossError
+from trellis.nn.loss import LossError, formulas
 from trellis.nn.loss import linear_cross_entropy as cross_entropy
 
 BATCH, POS, EMBED, VOCAB = 4, 6, 8, 32
@@ -142,6 +142,52 @@ def test_a_mesh_computes_what_one_device_does(arrays, vocab_first, copied):
             **settings,
         )  # fmt: skip
     assert_near(many, one)
+
+
+@pytest.fixture
+def in_pairs(monkeypatch):
+    """As on a GPU: the largest logit and the sum of exponentials by one reduction."""
+    monkeypatch.setattr(formulas, "pairs_at_once", lambda logits: True)
+
+
+@pytest.mark.parametrize("vocab_first", [False, True])
+def test_the_largest_and_the_sum_of_one_reduction(arrays, in_pairs, vocab_first):
+    x, unembed, targets, weights = arrays
+    unembed = unembed.T if vocab_first else unembed
+    settings = dict(z_loss=0.1, logit_softcap=2.0, vocab_size=29, vocab_first=vocab_first)
+    found = with_gradients(functools.partial(cross_entropy, chunk=7), x, unembed, targets, weights, **settings)
+    assert_near(found, with_gradients(plain, x, unembed, targets, weights, **settings))
+    text = str(jax.make_jaxpr(lambda *given: cross_entropy(*given, **settings).total)(x, unembed, targets, weights))
+    assert "reduce_max" not in text and " reduce[" in text
+
+
+def test_one_reduction_of_each_device_over_a_sliced_vocabulary(arrays, in_pairs):
+    """Of 32 columns 12 are words, so that a device of four has none, and another a part."""
+    x, unembed, targets, weights = arrays
+    settings = dict(z_loss=0.1, vocab_size=12, vocab_first=False, logit_softcap=None)
+    wanted = with_gradients(plain, x, unembed, targets % 12, weights, **settings)
+    mesh = make_mesh(data=2, model=4)
+    with jax.set_mesh(mesh):
+        put = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
+        sliced = put(x, "data"), put(unembed, None, "model"), put(targets % 12, "data"), put(weights, "data")
+        assert_near(with_gradients(cross_entropy, *sliced, chunk=4, **settings), wanted)
+
+
+def test_one_reduction_has_second_derivatives(arrays, in_pairs, monkeypatch):
+    x, unembed, targets, _ = arrays
+    along = lambda: jax.jvp(jax.grad(lambda x: cross_entropy(x, unembed, targets).total), (x,), (jnp.cos(x),))[1]
+    found = along()
+    monkeypatch.undo()
+    jax.clear_caches()
+    assert_near(found, along())
+
+
+def test_what_one_reduction_makes_of_numbers_that_are_none():
+    inf, nan = jnp.inf, jnp.nan
+    logits = jnp.array([[1.0, -inf, 3.0], [-inf, -inf, -inf], [nan, 1.0, 2.0], [1e38, 0.0, -1e38], [inf, 0.0, 1.0]])
+    largest, total = formulas._largest_and_sum(logits)
+    np.testing.assert_allclose(largest, [3.0, -inf, nan, 1e38, inf])
+    np.testing.assert_allclose(total, [1 + np.exp(-2), 3.0, nan, 1.0, 1.0], rtol=1e-6)
 
 
 def test_padded_columns_get_nothing(arrays):

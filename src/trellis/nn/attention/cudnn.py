@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from trellis._compat import cudnn_backward, cudnn_forward
+from trellis.mesh.platform import cuda_capability_of
 from trellis.nn.attention.pattern import Pattern, same_document
 from trellis.nn.attention.sliced.tile import Ids, Tile
 
 # The widths of queries and of values in multi-head latent attention, for which there are kernels from Hopper on.
 MLA = {192, 128}
+HOPPER = 9  # the major compute capability
 
 
 def cudnn_refuses(
@@ -31,9 +33,12 @@ def cudnn_refuses(
     if pattern.window is not None and not pattern.causal:
         return f"its sliding window (window={pattern.window}) is for causal attention only"
     widths = {q.shape[-1], v.shape[-1]}
-    if any(width % 8 or width > 128 for width in widths) and widths != MLA:
-        seen = " and ".join(map(str, sorted(widths)))
-        return f"it takes a head_dim that is a multiple of 8 and at most 128, or 192 with values of 128, not {seen}"
+    if any(width % 8 or width > 128 for width in widths):
+        capability, seen = cuda_capability_of(q), " and ".join(map(str, sorted(widths)))
+        widest, latent = 256 if capability == HOPPER else 128, not 0 < capability < HOPPER
+        if any(width % 8 or width > widest for width in widths) and not (latent and widths == MLA):
+            others = ", or 192 with values of 128" if latent and widest < max(MLA) else ""
+            return f"it takes a head_dim that is a multiple of 8 and at most {widest}{others}, not {seen}"
     if q.shape[1] % (2 * pieces) or k.shape[1] % (2 * pieces):
         of_each = f" in {pieces} pieces" if pieces > 1 else ""
         return f"it takes even numbers of positions, not {q.shape[1]} and {k.shape[1]}{of_each}"

@@ -9,6 +9,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from trellis.mesh.linear import linear
 from trellis.mesh.manual.ops import Axes
+from trellis.named.backend import pairs_at_once
 from trellis.named.narrow import Kind
 
 
@@ -86,6 +87,36 @@ def capped(logits, softcap: float | None):
         return logits, None
     bent = jnp.tanh(logits / softcap)
     return bent * softcap, 1 - bent * bent
+
+
+def exponentials(logits, axes: Axes = ()):
+    """The largest logit of each token, `exp(logit - largest)`, and their sum.
+
+    Where a reduction of pairs reads its operand once, the largest and the sum are found together (Milakov and
+    Gimelshein, 2018, arXiv:1805.02867).
+
+    Args:
+        logits: `f32["token vocab"]`.
+        axes: mesh axes that slice the vocabulary.
+    """
+    mine, total = _largest_and_sum(logits) if pairs_at_once(logits) else (jnp.max(logits, axis=1), None)
+    largest = lax.stop_gradient(mine)  # any number gives the same loss
+    largest = lax.pmax(largest, axes) if axes else largest
+    powers = jnp.exp(logits - largest[:, None])
+    total = jnp.sum(powers, axis=1) if total is None else total * jnp.exp(mine - largest)
+    return largest, powers, lax.psum(total, axes) if axes else total
+
+
+def _largest_and_sum(logits):
+    """The largest of each row, and the sum of its `exp(logit - largest)`; of a row of minus infinities their number."""
+
+    def joined(one, other):
+        (m, s), (n, t) = one, other
+        less = jnp.where(m == n, 1.0, jnp.exp(-jnp.abs(m - n)))
+        return jnp.maximum(m, n), jnp.where(m >= n, s + t * less, s * less + t)
+
+    ones = lax.clamp(1.0, logits, 1.0)  # of constant ones JAX cannot take the derivative
+    return lax.reduce((logits, ones), (jnp.float32(-jnp.inf), jnp.float32(0)), joined, (1,))
 
 
 def weighed(largest, total, hit, weights, z_loss: float):

@@ -14,6 +14,7 @@ from trellis.nn.loss.formulas import (
     capped,
     changes,
     changes_of_weights,
+    exponentials,
     instantiated,
     kept_as,
     weighed,
@@ -165,9 +166,7 @@ def _chunk(
         real = first + jnp.arange(columns) < settings.vocab_size
         logits = jnp.where(real[None, :], logits, -jnp.inf)
 
-    largest = _over(lax.pmax, jnp.max(lax.stop_gradient(logits), axis=1), vocab_axes)  # any number gives the same loss
-    powers = jnp.exp(logits - largest[:, None])
-    total = _over(lax.psum, jnp.sum(powers, axis=1), vocab_axes)
+    largest, powers, total = exponentials(logits, vocab_axes)
     place = targets - first
     here = (place >= 0) & (place < columns)
     hit = jnp.take_along_axis(logits, jnp.clip(place, 0, columns - 1)[:, None], axis=1)[:, 0]
