@@ -10,6 +10,8 @@ from trellis import nn
 from trellis.hardware.described import described_devices
 from trellis.inspect.memory import memory_of
 from trellis.mesh.platform import longest_written_out
+from trellis.nn import gate
+from trellis.nn.loss import formulas
 from trellis.pages.plan_pictures import timeline_picture
 from trellis.plan import quick_plan, target
 from trellis.program import trace
@@ -69,7 +71,7 @@ def test_nothing_goes_through_the_loop():
     ("recipe", "options", "gib", "milliseconds"),
     [
         ("llama_1b", {"batch_size": "64", "remat.policy": "saved"}, 62.16, 688.3),
-        ("llama_1b", {"batch_size": "64"}, 81.20, 691.6),
+        ("llama_1b", {"batch_size": "64"}, 81.20, 665.2),
         ("llama_1b", {"batch_size": "64", "remat.policy": "full"}, 26.01, None),
         ("llama_1b", {"microbatches": "4"}, 35.2, 719.7),
         ("llama_1b", {"batch_size": "128", "microbatches": "4"}, 51.66, None),
@@ -82,13 +84,21 @@ def test_nothing_goes_through_the_loop():
     ],
     ids=str,
 )
-def test_steps_whose_layers_are_written_out(recipe, options, gib, milliseconds):
+def test_steps_whose_layers_are_written_out(monkeypatch, recipe, options, gib, milliseconds):
     """Beside what XLA for GPUs (JAX 0.11.2) says of the compiled step, or an H200 had and took. In the last, weights in
-    bfloat16 are kept for the backward pass beside those in float32: cuDNN and cuBLAS read what is in memory."""
+    bfloat16 are kept for the backward pass beside those in float32: cuDNN and cuBLAS read what is in memory. All but
+    `llama_1b` of 64 were measured when a gate's gradients were two kernels and a loss read its logits three times."""
     given = {"data.mask_documents": "false", "layout.preset": "fsdp", "mesh.data": "1"}
     plan = quick_plan(load_run(recipe, given | options), target("1xH200"))
     assert plan.memory.peak / 2**30 == pytest.approx(gib, rel=0.04)
-    assert milliseconds is None or 1e3 * plan.seconds == pytest.approx(milliseconds, rel=0.08)
+    if milliseconds is not None:
+        measured = plan
+        if milliseconds != 665.2:
+            monkeypatch.setattr(gate, "fences_gradients", lambda a: False)
+            monkeypatch.setattr(formulas, "pairs_at_once", lambda a: False)
+            measured = quick_plan(load_run(recipe, given | options), target("1xH200"))
+            assert plan.seconds < measured.seconds
+        assert 1e3 * measured.seconds == pytest.approx(milliseconds, rel=0.08)
     runs = {"llama_8b": 32}.get(recipe, 8) * int(options.get("microbatches", 1))
     assert f"one layer, of which a step runs {runs};" in str(timeline_picture(plan))
 

@@ -8,7 +8,7 @@ from trellis.mesh.platform import platform_of_abstract
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.flow import VIEWS
 from trellis.program.manual import COLLECTIVES
-from trellis.program.reading import KERNELS
+from trellis.program.reading import KERNELS, REDUCTIONS
 
 # The lanes of a TPU's registers: a kernel's operands and results fill whole ones.
 LANES = 128
@@ -32,8 +32,8 @@ def writes(operation: Operation) -> bool:
 
 
 def reduces(operation: Operation) -> bool:
-    """Whether it reduces its operand, which it reads as that is made: what is summed need not be in memory."""
-    return operation.name.startswith(("reduce_", "arg")) and operation.name != "reduce_precision"
+    """Whether it reduces its operands, which it reads as they are made: what is summed need not be in memory."""
+    return operation.name in REDUCTIONS or operation.name.startswith("arg")
 
 
 def read_in(value: Value, passes: tuple[str, ...]) -> bool:

@@ -15,7 +15,7 @@ from typing import Literal
 from trellis.inspect.apart import PRODUCTS, copied
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.manual import COLLECTIVES
-from trellis.program.reading import ENTER, KERNELS, LEAVE
+from trellis.program.reading import ENTER, KERNELS, LEAVE, REDUCTIONS
 from trellis.program.said import (
     anew_said,
     grouped_said,
@@ -305,7 +305,7 @@ def _group(group: list[Operation], outputs: set[Value], apart: bool) -> Iterator
             writes += update.num_bytes
             updated.update(operation.results)
             continue
-        if name.startswith("reduce_") or name in ("argmax", "cumsum"):
+        if name in REDUCTIONS or name in ("argmax", "cumsum"):
             reads += sum(v.num_bytes for v in operation.inputs if v.num_elements > operation.results[0].num_elements)
         for value in map(_spread, operation.inputs):
             if value not in made and value not in seen and value.literal is None:

@@ -1,7 +1,9 @@
 """What is kept for the backward pass: marked where it is made, chosen by a policy."""
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -107,7 +109,21 @@ def only(*names: str, offload: tuple[str, ...] = ()) -> Keep:
     return Keep(names=names, offload=offload)
 
 
-def checkpoint(fn: Callable, policy: Keep | Callable | None, *, fenced: bool = False) -> Callable:
+# Whether a layer that is written out is being traced, of which compilers would keep what it makes again.
+_WRITTEN_OUT: contextvars.ContextVar[bool] = contextvars.ContextVar("written_out", default=False)
+
+
+@contextlib.contextmanager
+def layer_written_out(fenced: bool) -> Generator[None]:
+    """Within it, parts of a layer that have a `checkpoint` of their own are fenced, if the layer is."""
+    before = _WRITTEN_OUT.set(fenced)
+    try:
+        yield
+    finally:
+        _WRITTEN_OUT.reset(before)
+
+
+def checkpoint(fn: Callable, policy: Keep | Callable | None, *, fenced: bool | None = None) -> Callable:
     """The function with its intermediate values kept as the policy says (None: as JAX would).
 
     With `Keep(names=None)` this is explicit activation checkpointing: what is marked with
@@ -116,8 +132,8 @@ def checkpoint(fn: Callable, policy: Keep | Callable | None, *, fenced: bool = F
     Args:
         fn: any function.
         policy: a `Keep`, or a policy of JAX's such as `jax.checkpoint_policies.dots_saveable`.
-        fenced: hides from compilers that what is made again was made before; they would keep it. In a loop they do not
-            see it.
+        fenced: hides from compilers that what is made again was made before; they would keep it. None: if it is part of
+            a layer of `Stacked` that is written out. In a loop they do not see it.
 
     Raises:
         TypeMismatch: it is neither.
@@ -129,4 +145,5 @@ def checkpoint(fn: Callable, policy: Keep | Callable | None, *, fenced: bool = F
             f"a policy must be a Keep or one of jax.checkpoint's, got {policy!r}, in checkpoint: pass "
             "Keep(('hidden',)), Keep() or jax.checkpoint_policies.dots_saveable"
         )
-    return jax.checkpoint(fn, policy=policy.policy() if isinstance(policy, Keep) else policy, prevent_cse=fenced)
+    chosen = policy.policy() if isinstance(policy, Keep) else policy
+    return jax.checkpoint(fn, policy=chosen, prevent_cse=_WRITTEN_OUT.get() if fenced is None else fenced)

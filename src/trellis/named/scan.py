@@ -17,7 +17,7 @@ from trellis.named.index import positions
 from trellis.named.mapped import entered, front, inside, is_mapped, length_of, named_leaves, restore
 from trellis.named.operand import refuse_cut, refuse_dealt, refuse_pending
 from trellis.named.placing import whole
-from trellis.named.saving import Keep, checkpoint, nothing
+from trellis.named.saving import Keep, checkpoint, layer_written_out, nothing
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, sharding_on, state_of
 from trellis.program.scopes import turn
@@ -106,11 +106,12 @@ def loop(
             one = checkpoint(body, _without_copies(policy), fenced=fenced)
             if fenced:
                 one = _in_turn(one)
-            if written:
-                return _written_out(once(one), carry, moving, length, reverse, own)
-            if unroll > 1:
-                return _in_groups(once(one), carry, moving, length, unroll, reverse, reads)
-            return scan_of(one, carry, moving, wide=reads, length=length, reverse=reverse)
+            with layer_written_out(fenced):
+                if written:
+                    return _written_out(once(one), carry, moving, length, reverse, own)
+                if unroll > 1:
+                    return _in_groups(once(one), carry, moving, length, unroll, reverse, reads)
+                return scan_of(one, carry, moving, wide=reads, length=length, reverse=reverse)
 
         try:
             carry, ys = run(carry)

@@ -31,6 +31,8 @@ KERNELS = frozenset(
     "pallas_call custom_call ffi_call tpu_custom_call dot_product_attention_fwd dot_product_attention_bwd "
     "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper".split()
 )
+# Make one element of many; the last of several arrays together, by a program of two elements of each.
+REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce".split())
 # Begins the names of marks that Trellis makes itself, by JAX's `checkpoint_name`.
 OWN_MARK = "trellis "
 # Ends the names of marks of values that are kept only if a policy names them.

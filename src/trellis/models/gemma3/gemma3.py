@@ -15,7 +15,7 @@ from typing import Literal
 import equinox as eqx
 import jax
 
-from trellis import Axis, NamedArray, Stacked, UserError, arange, take
+from trellis import Axis, NamedArray, Stacked, UserError, arange, checkpoint, take
 from trellis.models import fields
 from trellis.models.llama import Attention, GatedMlp, Llama, LlamaLike
 from trellis.models.protocol import Output
@@ -129,9 +129,13 @@ class Group(eqx.Module):
         keys = jax.random.split(key, len(windows))
         return Group(tuple(Block.init(config, window, key=own) for window, own in zip(windows, keys, strict=True)))
 
-    def __call__(self, x: NamedArray, near, far, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
+    def __call__(
+        self, x: NamedArray, near, far, segment_ids: NamedArray | None, attention=attend, policy=None
+    ) -> NamedArray:
+        """`policy` says what each block keeps for the backward pass, which makes again one block at a time."""
+        one = checkpoint(lambda x, block, *about: block(x, *about, attention), policy)
         for block in self.blocks:
-            x = block(x, near, far, segment_ids, attention)
+            x = one(x, block, near, far, segment_ids)
         return x
 
 
@@ -155,7 +159,8 @@ class Gemma3(eqx.Module):
         x, each, shared = self.start(tokens, segment_ids, positions, key)
         if self.first_layers is not None:
             x = self.first_layers.fold(x, *shared, policy=policy)
-        return Output(self.norm(self.layers.fold(x, *shared, each=each, policy=policy)))
+        group = lambda group, x, *about: group(x, *about, policy=policy)
+        return Output(self.norm(self.layers.fold(x, *shared, each=each, call=group)))
 
     def start(self, tokens: NamedArray, segment_ids=None, positions=None, key=None):
         """The stream before the first layer, what each layer gets of its own, and what all layers get."""
