@@ -1,4 +1,4 @@
-"""What a Gemma recomputes: one block at a time, although its layers are stacked in groups."""
+"""What is recomputed of layers that are stacked in groups: one of them at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from trellis import Keep, grad, named
 from trellis.plan import quick_plan, target
 from trellis.recipes import load_run
 
-CONFIG = CONFIGS["gemma3"]  # a block, then two groups of two
+# Gemma 3 has a layer, then two groups of two; GPT-OSS a pair.
+GROUPED = pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 
 
 def gradient(tokens, policy):
@@ -23,29 +24,31 @@ def gradient(tokens, policy):
 @pytest.mark.parametrize(
     "policy", [Keep(), Keep(names=("attention",)), Keep(products=True)], ids=["full", "named", "dots"]
 )
-def test_gradients_are_those_of_a_model_that_keeps_everything(policy):
-    model = CONFIG.init(key=jax.random.key(0))
-    tokens = named(jax.random.randint(jax.random.key(1), (2, 16), 0, CONFIG.vocab), "batch pos")
+@GROUPED
+def test_gradients_are_those_of_a_model_that_keeps_everything(family, policy):
+    model = CONFIGS[family].init(key=jax.random.key(0))
+    tokens = named(jax.random.randint(jax.random.key(1), (2, 16), 0, CONFIGS[family].vocab), "batch pos")
     found, wanted = (jax.jit(gradient(tokens, kept))(model) for kept in (policy, None))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
 
 
-def test_each_block_is_recomputed_by_itself_and_fenced_where_layers_are_written_out():
-    """A stack of one layer is written out everywhere; the two blocks of a group are traced once for all groups."""
+@pytest.mark.parametrize(("family", "expected"), [("gemma3", (3, 1, 2)), ("gpt_oss", (2, 2, 0))])
+def test_each_layer_is_recomputed_by_itself_and_fenced_where_layers_are_written_out(family, expected):
+    """A stack of one is written out everywhere; the two layers of a group are traced once for all groups."""
 
     def traced(platform):
         device = AbstractDevice(platform, None, platform)
         mesh = AbstractMesh((2,), ("data",), (AxisType.Explicit,), abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
-            model = jax.eval_shape(lambda: CONFIG.init(key=jax.random.key(0)))
+            model = jax.eval_shape(lambda: CONFIGS[family].init(key=jax.random.key(0)))
             place = NamedSharding(mesh, P("data"))
             tokens = named(jax.ShapeDtypeStruct((2, 16), jnp.int32, sharding=place), "batch pos")
             text = str(jax.make_jaxpr(lambda model, tokens: gradient(tokens, Keep())(model))(model, tokens))
         return text.count("prevent_cse=True"), text.count("prevent_cse=False")
 
     (fenced, plain), (in_loop, more) = traced("cuda"), traced("tpu")
-    assert (fenced, in_loop, more - plain) == (3, 1, 2)
+    assert (fenced, in_loop, more - plain) == expected
 
 
 def test_a_group_of_six_takes_little_more_memory_than_single_blocks():
