@@ -41,6 +41,22 @@ def test_sums_of_windows(size, stride, padding, gaps, spread):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_a_reduction_whose_function_calls_another():
+    """Of pairs, by `jnp.where`, which is a call in the program before any compiler."""
+
+    def largest(x, y):
+        def greater(one, other):
+            (a, b), (c, d) = one, other
+            return jnp.where(a >= c, a, c), jnp.where(a >= c, b, d)
+
+        return jax.lax.reduce((x, y), (jnp.float32(-jnp.inf), jnp.float32(0)), greater, (1,))
+
+    x, y = numbers(2, 6, 11)
+    found, wanted = executed(largest, x, y)
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_a_sum_of_all_before_takes_little_memory():
     """A window over all of 40,000 numbers, of which there are 40,000, is not written out."""
     text = """HloModule m

@@ -245,7 +245,11 @@ class Interpreter:
         return self._combiners[computation]
 
     def _combiner(self, computation: str) -> Callable:
-        self._scalars.add(computation)
+        calls = self.program.computations[computation]
+        self._scalars |= {
+            computation,
+            *(self.program.homes[i.name] for call in calls for i in self.program.inside(call)),
+        }
         inner = [i for i in self.program.computations[computation] if i.op not in ("convert", "bitcast", "copy")]
         made = [i for i in inner if i.op != "parameter"]
         if len(inner) == 3 and len(made) == 1 and made[0].op in elementwise.COMMUTATIVE:
