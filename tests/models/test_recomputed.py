@@ -12,8 +12,8 @@ from trellis import Keep, grad, named
 from trellis.plan import quick_plan, target
 from trellis.recipes import load_run
 
-# Gemma 3 has a layer, then two groups of two.
-GROUPED = pytest.mark.parametrize("family", ["gemma3"])
+# Gemma 3 has a layer, then two groups of two; GPT-OSS a pair.
+GROUPED = pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 
 
 def gradient(tokens, policy):
@@ -33,7 +33,7 @@ def test_gradients_are_those_of_a_model_that_keeps_everything(family, policy):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "expected"), [("gemma3", (3, 1, 2))])
+@pytest.mark.parametrize(("family", "expected"), [("gemma3", (3, 1, 2)), ("gpt_oss", (2, 2, 0))])
 def test_each_layer_is_recomputed_by_itself_and_fenced_where_layers_are_written_out(family, expected):
     """A stack of one is written out everywhere; the two layers of a group are traced once for all groups."""
 

@@ -12,12 +12,12 @@ layers are stacked in pairs: the first sees a window and the second everything. 
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import ClassVar, Literal
 
 import equinox as eqx
 import jax
 
-from trellis import Axis, NamedArray, UserError, stack, unbind
+from trellis import Axis, NamedArray, UserError, checkpoint, stack, unbind
 from trellis.models import fields
 from trellis.models.llama import Attention, Llama
 from trellis.models.mixtral import Block, Mixtral
@@ -99,6 +99,7 @@ class Pair(eqx.Module):
 
     near: Block
     far: Block
+    several: ClassVar[bool] = True
 
     @staticmethod
     def init(config: GptOssConfig, *, key) -> "Pair":
@@ -111,12 +112,17 @@ class Pair(eqx.Module):
     def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
         return self.far(self.near(x, rope, segment_ids, attention), rope, segment_ids, attention)
 
-    def measured(self, parts, shares: NamedArray | None, *about):
+    def measured(self, parts, shares: NamedArray | None, *about, policy=None):
         """The stream after both layers, and what is measured of their routing: each layer's load, and the mean of the
-        rest. For several parts of a batch, as in `Block.measured`."""
+        rest. For several parts of a batch, as in `Block.measured`.
+
+        The backward pass makes again one layer at a time. It needs no layer's last product then, and so no exchange of
+        its rows; of a pair at a time it would make the first layer's.
+        """
         of_near, of_far = (None, None) if shares is None else unbind(shares, "pair")
-        parts, near = self.near.measured(parts, of_near, *about)
-        parts, far = self.far.measured(parts, of_far, *about)
+        one = checkpoint(lambda block, *given: block.measured(*given), policy)
+        parts, near = one(self.near, parts, of_near, *about)
+        parts, far = one(self.far, parts, of_far, *about)
         load = stack((near.load, far.load), "pair")
         return parts, Routed(load, (near.balance + far.balance) / 2, (near.z + far.z) / 2, near.routing)
 

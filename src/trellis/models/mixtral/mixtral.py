@@ -9,7 +9,7 @@ Written for one device, in named tensors; a layout makes it parallel. Axes besid
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -61,8 +61,13 @@ class MixtralConfig:
 
 
 class Block(eqx.Module):
-    """One layer: attention, then experts, each on a norm and added to the stream."""
+    """One layer: attention, then experts, each on a norm and added to the stream.
 
+    Attributes:
+        several: whether a block is several layers, each of which keeps what a policy says; then `measured` takes that.
+    """
+
+    several: ClassVar[bool] = False
     attention_norm: RMSNorm
     attention: Callable[..., NamedArray]
     mlp_norm: RMSNorm
@@ -151,9 +156,13 @@ class Mixtral(eqx.Module):
 
         def layer(block, parts, *rest):
             block = block if count == 1 else held_once(block, parts[0], block.picking)
-            return block.measured(parts, *(rest if each else (None, *rest)))
+            own = {"policy": policy} if block.several else {}
+            return block.measured(parts, *(rest if each else (None, *rest)), **own)
 
-        parts, routed = self.layers.scan(tuple(cut(x, count)), *about, each=each, call=layer, policy=policy)
+        stack: Any = self.layers.block
+        several = (stack[0] if isinstance(stack, tuple) else stack).several
+        whole = None if several else policy
+        parts, routed = self.layers.scan(tuple(cut(x, count)), *about, each=each, call=layer, policy=whole)
         x = joined(parts)
         hidden, routing = self.norm(x), self.config.routing
         return Output(hidden, Routed(routed.load, jnp.mean(routed.balance), jnp.mean(routed.z), routing))
