@@ -49,13 +49,14 @@ SMALL_MIXTURE = {
 }  # fmt: skip
 LARGER = {"model.embed": "256", "model.mlp": "384", "model.head_dim": "64", "data.sequence_length": "512"}
 # Families whose attention has kernels of its own widths and windows, or norms and biases, where Llama's has none.
+SMALL_DENSE = {"model.embed": "256", "model.heads": "4", "model.kv_heads": "2", "model.mlp": "512"}
 FAMILIES = {
     "gemma3": {
-        "model.layers": "5", "model.embed": "256", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "256",
-        "model.mlp": "512", "model.window": "128", "model.global_every": "2", "model.query_scale": "192",
+        "model.layers": "5", "model.head_dim": "256", "model.window": "128", "model.global_every": "2",
+        "model.query_scale": "192",
     },
-    "olmo2": {"model.layers": "2", "model.embed": "256", "model.heads": "4", "model.kv_heads": "2", "model.mlp": "512"},
-    "qwen2": {"model.layers": "2", "model.embed": "256", "model.heads": "4", "model.kv_heads": "2", "model.mlp": "512"},
+    "olmo2": {},
+    "qwen2": {},
 }  # fmt: skip
 # Google's own sizes.
 GEMMA3_1B = PLAIN | {
@@ -129,7 +130,7 @@ def checks(toy: bool) -> list[Row]:
             Row(
                 name=f"check {family}",
                 work="check_step",
-                given=step | {"options": small | options | {"model.family": family}},
+                given=step | {"options": step["options"] | SMALL_DENSE | options | {"model.family": family}},
             )
             for family, options in ({} if toy else FAMILIES).items()
         ),

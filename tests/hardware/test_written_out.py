@@ -68,32 +68,32 @@ def test_nothing_goes_through_the_loop():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options", "gib", "milliseconds"),
+    ("recipe", "options", "gib", "milliseconds", "before"),
     [
-        ("llama_1b", {"batch_size": "64", "remat.policy": "saved"}, 62.16, 688.3),
-        ("llama_1b", {"batch_size": "64"}, 81.20, 665.2),
-        ("llama_1b", {"batch_size": "64", "remat.policy": "full"}, 26.01, None),
-        ("llama_1b", {"microbatches": "4"}, 35.2, 719.7),
-        ("llama_1b", {"batch_size": "128", "microbatches": "4"}, 51.66, None),
-        ("llama_1b", {"batch_size": "128", "microbatches": "2"}, 86.17, 1367.8),
-        ("llama_2b", {"microbatches": "2", "remat.policy": "saved"}, 62.55, 1345.8),
-        ("llama_540m", {"microbatches": "2"}, 32.99, 449.3),
-        ("llama_270m", {"microbatches": "2"}, 25.17, 266.1),
-        ("llama_84m", {}, 22.16, 99.5),
-        ("llama_8b", {"batch_size": "2", "data.sequence_length": "4096", "remat.policy": "none"}, 138.7, None),
+        ("llama_1b", {"batch_size": "64", "remat.policy": "saved"}, 62.16, 688.3, True),
+        ("llama_1b", {"batch_size": "64"}, 81.20, 665.2, False),
+        ("llama_1b", {"batch_size": "64", "remat.policy": "full"}, 26.01, None, False),
+        ("llama_1b", {"microbatches": "4"}, 35.2, 719.7, True),
+        ("llama_1b", {"batch_size": "128", "microbatches": "4"}, 51.66, None, False),
+        ("llama_1b", {"batch_size": "128", "microbatches": "2"}, 86.17, 1367.8, True),
+        ("llama_2b", {"microbatches": "2", "remat.policy": "saved"}, 62.55, 1345.8, True),
+        ("llama_540m", {"microbatches": "2"}, 32.99, 449.3, True),
+        ("llama_270m", {"microbatches": "2"}, 25.17, 266.1, True),
+        ("llama_84m", {}, 22.16, 99.5, True),
+        ("llama_8b", {"batch_size": "2", "data.sequence_length": "4096", "remat.policy": "none"}, 138.7, None, False),
     ],
     ids=str,
 )
-def test_steps_whose_layers_are_written_out(monkeypatch, recipe, options, gib, milliseconds):
+def test_steps_whose_layers_are_written_out(monkeypatch, recipe, options, gib, milliseconds, before):
     """Beside what XLA for GPUs (JAX 0.11.2) says of the compiled step, or an H200 had and took. In the last, weights in
-    bfloat16 are kept for the backward pass beside those in float32: cuDNN and cuBLAS read what is in memory. All but
-    `llama_1b` of 64 were measured when a gate's gradients were two kernels and a loss read its logits three times."""
+    bfloat16 are kept for the backward pass beside those in float32: cuDNN and cuBLAS read what is in memory. Those of
+    before were measured when a gate's gradients were two kernels and a loss read its logits three times."""
     given = {"data.mask_documents": "false", "layout.preset": "fsdp", "mesh.data": "1"}
     plan = quick_plan(load_run(recipe, given | options), target("1xH200"))
     assert plan.memory.peak / 2**30 == pytest.approx(gib, rel=0.04)
     if milliseconds is not None:
         measured = plan
-        if milliseconds != 665.2:
+        if before:
             monkeypatch.setattr(gate, "fences_gradients", lambda a: False)
             monkeypatch.setattr(formulas, "pairs_at_once", lambda a: False)
             measured = quick_plan(load_run(recipe, given | options), target("1xH200"))

@@ -304,18 +304,18 @@ class _Walk:
     def read(self, operation: Operation) -> None:
         """What an operation reads comes into being, unless it is made as it is read. On GPUs one kernel makes all that
         goes through a fence, so what it reads stays until the last of it."""
-        made = [value for value in operation.inputs if not self.read_as_made(operation, value)]
-        fused = [value for value in made if self.of(value).fused]
-        parts = []
-        if operation.name == "optimization_barrier" and not self.as_read and len(fused) > 1:
-            parts = [part for value in fused for part in self.of(value).made_of]
+        together = operation.name == "optimization_barrier" and not self.as_read
+        fused = [value for value in operation.inputs if self.of(value).fused] if together else []
+        parts = [part for value in fused for part in self.of(value).made_of]
         for part in parts:
             part.uses += 1
-        for value in made:
-            while parts and value is fused[-1]:
-                parts[-1].uses -= 1
-                self.drop(parts.pop())
-            self.realize(operation, value)
+        for value in operation.inputs:
+            if fused and value is fused[-1]:
+                for part in parts:
+                    part.uses -= 1
+                    self.drop(part)
+            if not self.read_as_made(operation, value):
+                self.realize(operation, value)
 
     def make(self, value: Value, room: _Room) -> _Held:
         """The memory of a result."""

@@ -18,7 +18,7 @@ import jax
 
 from trellis.notation.state import State
 from trellis.program.moves import Move, transition, wire_bytes
-from trellis.program.reading import ENTER, LEAVE, Operation, Value
+from trellis.program.reading import ENTER, LEAVE, REDUCTIONS, Operation, Value
 from trellis.program.reshaping import RESHAPING
 from trellis.program.sizes import is_auto, num_bytes
 
@@ -445,10 +445,7 @@ RULES: dict[str, Callable[[Operation, list[State]], State]] = {
     "reshape": _reshape,
     "gather": _gather,
     "scatter-add": _scatter,
-    **dict.fromkeys(
-        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduction
-    ),
-    **dict.fromkeys(("argmax", "argmin"), _reduction),
+    **dict.fromkeys((*REDUCTIONS - {"reduce"}, "argmax", "argmin"), _reduction),
 }
 
 

@@ -159,8 +159,8 @@ class Gemma3(eqx.Module):
         x, each, shared = self.start(tokens, segment_ids, positions, key)
         if self.first_layers is not None:
             x = self.first_layers.fold(x, *shared, policy=policy)
-        group = lambda group, x, *about: group(x, *about, policy=policy)
-        return Output(self.norm(self.layers.fold(x, *shared, each=each, call=group)))
+        call = lambda group, x, *about: group(x, *about, policy=policy)
+        return Output(self.norm(self.layers.fold(x, *shared, each=each, call=call)))
 
     def start(self, tokens: NamedArray, segment_ids=None, positions=None, key=None):
         """The stream before the first layer, what each layer gets of its own, and what all layers get."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from trellis.mesh.manual.ops import Axes, vary, varying_axes
+from trellis.mesh.manual.ops import vary, varying_axes
 from trellis.named.backend import copied_turned, on_accelerator
 from trellis.nn.loss.formulas import (
     Settings,
@@ -188,7 +188,3 @@ def _chunk(
     d_logits = gradient_factor(d_logits, dtype, settings, limit)
     d_x = to_x(d_logits, unembed, settings, wide).astype(dtype)
     return sums, d_x, d_logits, d_bias, of_weights if weighted else None
-
-
-def _over(collective, x, axes: Axes):
-    return collective(x, axes) if axes else x
