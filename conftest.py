@@ -8,17 +8,12 @@ import os
 import pathlib
 import threading
 
+from tests.compiler import quick_flags
+
 # Before JAX reads it, and for the processes that tests start: tests hold what a program computes and moves, not what
 # LLVM makes of its loops. Compiled with the least effort they take half of the time.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # Loops are written the older way, and products are Eigen's: of the newer library's, each program makes what is to
-    # be computed anew, which takes longer than products of tests do. Later versions have neither choice.
-    os.environ.setdefault(
-        "XLA_FLAGS",
-        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
-        "--xla_cpu_experimental_ynn_fusion_type=",
-    )
+os.environ.setdefault("XLA_FLAGS", quick_flags())
 # A program is compiled once for all tests, all their processes, and the next run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent / ".cache" / "compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

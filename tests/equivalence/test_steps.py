@@ -47,8 +47,6 @@ FAMILIES = {
 }
 POLICIES = ("none", "full", "saved", "dots")
 MICROBATCHES = (1, 4)
-# What was compiled is used for milliseconds: quickly made programs do.
-QUICKLY = {"xla_backend_optimization_level": "0"}
 
 
 def batch(step, rows=ROWS, length=LENGTH, documents=2):
@@ -112,7 +110,7 @@ def put(state, abstract):
 def curve(family, layout, microbatches, policy):
     """Loss and gradient norm of every step, and the mean of gradients that the optimizer keeps after the first."""
     made = assembled(family, layout, microbatches, policy)
-    step, found = CompiledStep(made.step, QUICKLY), []
+    step, found = CompiledStep(made.step), []
     with made.layout:
         state = put(first_state(family), made.abstract)
         for index in range(STEPS):

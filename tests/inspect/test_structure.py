@@ -34,7 +34,7 @@ def test_mistakes_in_a_step_are_found():
     assembled = assemble(load_run("tiny", options), jax.devices())
     with assembled.layout:
         args = (assembled.abstract, assembled.abstract_batch())
-        text = assembled.step.lower(*args).compile({"xla_backend_optimization_level": "0"}).as_text()
+        text = assembled.step.lower(*args).compile().as_text()
         rows = ledger(assembled.step, *args)
     right = structure_of(rows, text, assembled.layout.mesh)
     assert right.right and len(right.matches) == len(rows) > 50, str(right)
@@ -61,7 +61,7 @@ def test_stages_count_tokens_of_their_own():
     assembled = assemble(load_run("tiny", options), jax.devices()[:4])
     with assembled.layout:
         args = (assembled.abstract, assembled.abstract_batch())
-        text = assembled.step.lower(*args).compile({"xla_backend_optimization_level": "0"}).as_text()
+        text = assembled.step.lower(*args).compile().as_text()
         found = structure_of(ledger(assembled.step, *args), text, assembled.layout.mesh)
     assert found.right and found.matches, str(found)
 

@@ -1,12 +1,19 @@
 """Programs that are kept between runs: what goes wrong with that is told in one line, and stops nothing."""
 
+import os
+import signal
+import subprocess
+import sys
 import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.compiler import reads_behind_arrays
+from trellis.errors import UserError
 from trellis.train import compilation, use_persistent_cache
+from trellis.train.compilation import options_for
 
 
 @pytest.fixture
@@ -51,3 +58,48 @@ def test_a_folder_that_cannot_be_made(tmp_path, settings, capsys):
     assert not jax.config.jax_enable_compilation_cache
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("compiled programs are not kept: [Errno 20] Not a directory")
+
+
+def test_a_program_that_reads_behind_its_arrays_is_not_made():
+    level = "xla_backend_optimization_level"
+    with pytest.raises(UserError, match=f"{level} 0") as caught:
+        options_for("cpu", {level: "0"})
+    assert f"compiler_options.{level}" in str(caught.value)
+    assert options_for("cpu", {level: 1}, devices=8) == {level: "1"}
+    assert options_for("tpu", {level: "0"}) == {level: "0"}
+
+
+READS_AT_THE_END = """
+import ctypes, mmap, sys
+import jax, jax.numpy as jnp, numpy as np
+
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+page = mmap.PAGESIZE
+start = libc.mmap(None, 3 * page, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+assert libc.mprotect(start + 2 * page, page, 0) == 0
+last = np.frombuffer((ctypes.c_char * (2 * page)).from_address(start), np.float32).reshape(-1, 32)
+last[:] = 1
+last = jax.device_put(last, may_alias=True)
+assert last.unsafe_buffer_pointer() == start
+few = jnp.zeros(last.shape)
+choose = jax.jit(lambda x, few, many: jnp.where(few <= many, x, 0.0)).lower(last, few, few)
+print(choose.compile({"xla_backend_optimization_level": sys.argv[1]})(last, few, few + 1).sum(), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or not reads_behind_arrays(), reason="this processor has AVX-512")
+@pytest.mark.parametrize(
+    "level, flags, status",
+    [("0", "", -signal.SIGSEGV), ("0", "--xla_backend_extra_options=-fast-isel=0", 0), ("1", "", 0)],
+    ids=["as compiled by XLA", "as tests are", "at level 1"],
+)
+def test_what_xla_reads_behind_an_array(level, flags, status):
+    """An array that ends where memory ends. If the first fails, XLA is mended: nothing need be refused, and no flag set
+    for tests."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    done = subprocess.run([sys.executable, "-c", READS_AT_THE_END, level], env=environment, capture_output=True)
+    assert done.returncode == status, done.stderr.decode()[-2000:]

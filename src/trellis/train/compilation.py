@@ -44,6 +44,11 @@ COSTS = "xla_gpu_pgle_profile_file_or_directory_path"
 # The options of XLA for GPUs with which it takes sums in one order.
 ONE_ORDER = ("xla_gpu_exclude_nondeterministic_ops", "xla_gpu_deterministic_ops")
 
+# XLA for CPUs without optimization loads four floats where it chooses one (a select's `vblendvps` with its operand from
+# memory), so up to 12 bytes behind an array: where that is no more the process's memory, it dies of signal 11. JAX 0.10
+# and 0.12 do; from level 1 on none does.
+_LEVEL = "xla_backend_optimization_level"
+
 # Prefixes of the options that only one platform's compiler knows; jf is an old name of TPUs.
 _PREFIXES = {"cpu": ("xla_cpu_",), "gpu": ("xla_gpu_",), "tpu": ("xla_tpu_", "xla_jf_", "xla_enable_async_")}
 
@@ -114,11 +119,18 @@ def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> 
         devices: how many the program runs on; more than `MOST_DEVICES` CPU devices have no defaults.
 
     Raises:
-        UserError: the options name a file of costs that is not there.
+        UserError: the options name a file of costs that is not there, or ask for a CPU's program without optimization.
     """
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     others = tuple(prefix for name, prefixes in _PREFIXES.items() if name != platform for prefix in prefixes)
     mine = {name: str(value) for name, value in options.items() if not name.startswith(others)}
+    if platform == "cpu" and mine.get(_LEVEL) == "0":
+        raise UserError(
+            "Programs for CPUs must be optimized a little: without, XLA's read behind their arrays and may end a run.",
+            seen=f"{_LEVEL} 0",
+            where=f"compiler_options.{_LEVEL}",
+            fix="write 1, or leave it out",
+        )
     if COSTS in mine and not Path(mine[COSTS]).exists():
         raise UserError(
             "The file of costs to schedule a step by must exist on every machine of the run.",
