@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 import conftest  # noqa: F401  before anything imports JAX: eight CPU devices, the tests' strictness and their compiler
-from tests.equivalence.test_steps import QUICKLY, batch, put
+from tests.equivalence.test_steps import batch, put
 from tests.models.small import CONFIGS
 from trellis.data.batch import Batch
 from trellis.errors import TrellisError
@@ -216,7 +216,7 @@ def _curve(made: Assembled, first) -> tuple[np.ndarray, dict[str, np.ndarray], A
     them; and the compiled program."""
     like = jax.tree.structure(dataclasses.replace(made.abstract, key=None))  # its experts may be reached otherwise
     first = jax.tree.unflatten(like, jax.tree.leaves(first))
-    step, found, data = CompiledStep(made.step, QUICKLY), [], made.run.data
+    step, found, data = CompiledStep(made.step), [], made.run.data
     size = made.run.batch_sizes()[0].size, data.sequence_length, 2 if data.mask_documents else 1
     with made.layout:
         state = put(first, made.abstract)
