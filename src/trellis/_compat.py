@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -216,6 +217,33 @@ def _keep_residuals_of_own_axes() -> None:
         return PartitionSpec(*([axes] if axes else []), unreduced=kept.unreduced & own, reduced=kept.reduced & own)
 
     arrays.nospec = nospec
+
+
+def sums_of_own_slices() -> None:
+    """Makes XLA slice what a partial sum is of as its type says.
+
+    XLA slices each value as suits what reads it, but where JAX states how. JAX 0.10.2 to 0.12.0 state it of what most
+    operations return, and not of `round`, `sign`, comparisons or what a branch returns. If such a value is gathered for
+    another reader, and a product of it is stated to be a partial sum, XLA gathers first, multiplies all, and sums what
+    is whole. If the private names are missing, nothing changes.
+    """
+    lax: Any = importlib.import_module("jax._src.lax.lax")
+    inner: Any = importlib.import_module("jax._src.interpreters.mlir")
+    tables = [getattr(inner, "_lowerings", {}), *getattr(inner, "_platform_specific_lowerings", {}).values()]
+
+    def as_typed(rule):
+        def lowered(ctx, *operands, **params):
+            if ctx.avals_out[0].sharding.spec.unreduced:
+                operands = [inner.lower_with_sharding_in_types(ctx, *pair) for pair in zip(operands, ctx.avals_in)]
+            return rule(ctx, *operands, **params)
+
+        return lowered
+
+    for table in tables:
+        for primitive in (lax.dot_general_p, lax.reduce_sum_p):
+            entry = table.get(primitive)
+            if entry is not None and getattr(entry.rule, "__module__", "") != __name__:
+                table[primitive] = dataclasses.replace(entry, rule=as_typed(entry.rule))
 
 
 def choose_among_slices() -> None:

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from trellis._compat import refuses_copies
+from trellis._compat import refuses_copies, sums_of_own_slices
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.mesh.manual.take import is_narrow
@@ -30,6 +30,8 @@ from trellis.notation.state import mesh_of, sharding_on, state_of
 _BLOCK_UNITS = ("B200", "B300", "Blackwell")
 
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
+
+sums_of_own_slices()
 
 
 def written_out(length: int, carried) -> bool:
