@@ -34,6 +34,31 @@ def test_a_lookup_along_two_sliced_names(compute):
     np.testing.assert_allclose(gradient.array, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("after", ["vocab/model ~data", "vocab ~data", "vocab/data"])
+def test_a_slice_along_an_axis_of_one_device_becomes_a_copy(after):
+    x, mesh = drawn(12), tr.make_mesh(jax.devices()[:2], data=2, model=1)
+
+    def squares(x):
+        moved = tr.reshard(f"vocab/model -> {after}", x)
+        return (moved * moved).sum().array
+
+    with jax.set_mesh(mesh):
+        placed = tr.named(jax.device_put(x, jax.NamedSharding(mesh, jax.P("model"))), "vocab")
+        found, gradient = jax.jit(jax.value_and_grad(squares))(placed)
+    np.testing.assert_allclose(found, (x * x).sum(), rtol=1e-6)
+    np.testing.assert_allclose(gradient.array, 2 * x, rtol=1e-6)
+
+
+@pytest.mark.parametrize("after", ["vocab/data", "vocab/model", "vocab/model/data"])
+def test_a_sum_lands_where_an_axis_of_one_device_slices(after):
+    x, mesh = drawn(4, 12), tr.make_mesh(jax.devices()[:2], data=2, model=1)
+    summed = lambda x: tr.dot(x, x, over="pos", settle=False)
+    with jax.set_mesh(mesh):
+        placed = tr.named(jax.device_put(x, jax.NamedSharding(mesh, jax.P("data", "model"))), "pos vocab")
+        found = jax.jit(lambda x: tr.reshard(f"vocab/model +data -> {after}", summed(x)))(placed)
+    np.testing.assert_allclose(found.array, (x * x).sum(0), rtol=1e-6)
+
+
 def test_partial_sums_are_scaled_after_their_layout_has_ended():
     x = drawn(4, 6)
     with tr.Layout(tr.make_mesh(data=2, model=4), compute={"pos": "data"}):

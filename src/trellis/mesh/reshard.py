@@ -202,7 +202,7 @@ def _check_state(before: Shape, state: State, array, transition: str) -> None:
     real = [tuple(a for a in dim.axes if mesh.shape[a] > 1) for dim in before.dims]
     wanted = (tuple(real), _real(before.pending, mesh), _real(before.copied, mesh))
     seen = (
-        tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in state.axes),
+        _real_slices(state.axes, mesh),
         _real(state.pending, mesh),
         _real(state.copied, mesh),
     )
@@ -220,6 +220,10 @@ def _check_state(before: Shape, state: State, array, transition: str) -> None:
 
 def _real(axes, mesh) -> frozenset[str]:
     return frozenset(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def _real_slices(axes, mesh) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(axis for axis in mine if mesh.shape[axis] > 1) for mine in axes)
 
 
 def place(array, axes, pending=(), copied=(), *, names=None):
@@ -251,7 +255,7 @@ def place(array, axes, pending=(), copied=(), *, names=None):
             f"an array can only be moved over axes of its own mesh, got '{other[0]}' for one of a mesh with "
             f"{', '.join(mesh.axis_names)}: move it to the mesh in force first, with shard(x) or shard(x, 'compute')"
         )
-    axes = tuple(tuple(a for a in mine if mesh.shape[a] > 1) for mine in axes)
+    axes = _real_slices(axes, mesh)
     pending, copied = _real(pending, mesh), _real(copied, mesh)
     if state.mode == "explicit" and (axes, pending, copied) == (state.axes, state.pending, state.copied):
         return array
@@ -276,7 +280,8 @@ def place(array, axes, pending=(), copied=(), *, names=None):
     if array.dtype == bool and state.pending and not pending:
         # XLA ends the process if it knows the booleans that it sums over devices (docs/published-bugs.md, 36).
         return place(array.astype("int32"), axes, pending, copied, names=names) != 0
-    for between in _apart(state, axes, pending, copied) if state.mode == "explicit" else ():
+    real = State(state.mode, _real_slices(state.axes, mesh), state.pending, state.copied)
+    for between in _apart(real, axes, pending, copied):
         array = place(array, between.axes, between.pending, between.copied, names=names)
         state = state_of(array)
     settled = _settled(state, axes, pending, array.shape, mesh)
@@ -331,6 +336,8 @@ def _apart(state: State, axes, pending, copied) -> Iterator[State]:
 
     Copies are made in the opposite order: their gradient is a sum that lands in the slices.
     """
+    if state.mode != "explicit":
+        return
     if pending <= state.pending:
         for held, left in _landing(state.axes, axes, state.pending - pending):
             yield State("explicit", held, pending | left, state.copied)
@@ -360,7 +367,7 @@ def _settled(state: State, axes, pending, shape, mesh) -> State:
     """Where an array lies once its sums are settled: scattered over a dimension if all of them go there."""
     settled = state.pending - pending
     homes = {i for axis in settled for i in range(len(axes)) if axis in axes[i]}
-    held = [tuple(axis for axis in mine if mesh.shape[axis] > 1) for mine in state.axes]
+    held = list(_real_slices(state.axes, mesh))
     if len(homes) == 1 and settled <= set(axes[home := homes.pop()]):
         scattered = (*held[home], *(axis for axis in axes[home] if axis in settled))
         if shape[home] % math.prod(mesh.shape[axis] for axis in scattered) == 0:
