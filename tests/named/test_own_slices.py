@@ -1,8 +1,8 @@
 """What is summed is summed of each device's own slice, also where another operation reads the whole.
 
-JAX does not state how the results of some operations lie (`round`, `sign`, comparisons, what a branch returns). XLA
-then gathers them for all of their readers if one of them wants that, and a sum over devices counted every slice several
-times, with the bytes that the ledger says.
+JAX 0.10.2 does not state how the results of some operations lie (`round`, `sign`, comparisons, what a branch returns).
+XLA then gathers them for all of their readers if one of them wants that, and a sum over devices counted every slice
+several times, with the bytes that the ledger says.
 """
 
 import functools
@@ -67,6 +67,21 @@ def test_a_sum_of_what_is_gathered_beside_it(operation, kind):
         found = jax.jit(ours)(tr.shard(tr.named(x, "heads pos"), "compute"))
     for value, like in zip(found, expected, strict=True):
         np.testing.assert_allclose(value.array, like, rtol=1e-5, atol=1e-6)
+
+
+def test_a_program_of_plain_arrays():
+    """The one in docs/published-bugs.md, 42."""
+    mesh, data = tr.make_mesh(jax.devices()[:2], data=2), jax.P("data")
+
+    @jax.jit
+    def squares(x):
+        y = jnp.round(x)
+        partial = jnp.einsum("a,a->", y, y, out_sharding=jax.P(unreduced={"data"}))
+        return jax.reshard(partial, jax.P()), jax.reshard(y, jax.P())
+
+    with jax.set_mesh(mesh):
+        total, whole = squares(jax.device_put(jnp.arange(4.0), data))
+    assert total == 14 and (whole == jnp.arange(4.0)).all()
 
 
 @pytest.mark.parametrize("operation", ["round", "sign", "compare", "cond"])
