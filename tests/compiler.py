@@ -1,12 +1,10 @@
 """How XLA compiles for tests; read before JAX is imported."""
 
-import functools
 import importlib.metadata
 import platform
 from pathlib import Path
 
 
-@functools.cache
 def reads_behind_arrays() -> bool:
     """Whether XLA's programs without optimization read up to 12 bytes behind an array, and die of signal 11 where that
     is no more the process's memory.

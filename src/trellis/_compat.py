@@ -222,10 +222,10 @@ def _keep_residuals_of_own_axes() -> None:
 def sums_of_own_slices() -> None:
     """Makes XLA slice what a partial sum is of as its type says.
 
-    XLA slices each value as suits what reads it, but where JAX states how. JAX 0.10.2 states it of what most operations
-    return, and not of `round`, `sign`, comparisons or what a branch returns. If such a value is gathered for another
-    reader, and a product of it is stated to be a partial sum, XLA gathers first, multiplies all, and sums what is whole
-    (docs/published-bugs.md, 42). JAX 0.12 is right. If the private names are missing, nothing changes.
+    XLA slices each value as suits what reads it, except where JAX states how. JAX 0.10.2 states it of what most
+    operations return, and not of `round`, `sign` and comparisons. If such a value is gathered for another reader, and a
+    product of it is stated to be a partial sum, XLA gathers first, multiplies all, and sums what is whole
+    (docs/published-bugs.md, 42). JAX 0.12.0 is right. If the private names are missing, nothing changes.
     """
     lax: Any = importlib.import_module("jax._src.lax.lax")
     inner: Any = importlib.import_module("jax._src.interpreters.mlir")

@@ -199,13 +199,9 @@ def _check_state(before: Shape, state: State, array, transition: str) -> None:
     if state.mode == "auto":
         return
     mesh = jax.typeof(array).sharding.mesh
-    real = [tuple(a for a in dim.axes if mesh.shape[a] > 1) for dim in before.dims]
-    wanted = (tuple(real), _real(before.pending, mesh), _real(before.copied, mesh))
-    seen = (
-        _real_slices(state.axes, mesh),
-        _real(state.pending, mesh),
-        _real(state.copied, mesh),
-    )
+    axes = [dim.axes for dim in before.dims]
+    wanted = (_real_slices(axes, mesh), _real(before.pending, mesh), _real(before.copied, mesh))
+    seen = (_real_slices(state.axes, mesh), _real(state.pending, mesh), _real(state.copied, mesh))
     if wanted != seen:
         held = Shape(
             tuple(Dim(d.name, a) for d, a in zip(before.dims, state.axes, strict=True)),
@@ -223,6 +219,7 @@ def _real(axes, mesh) -> frozenset[str]:
 
 
 def _real_slices(axes, mesh) -> tuple[tuple[str, ...], ...]:
+    """Those along which there are several devices."""
     return tuple(tuple(axis for axis in mine if mesh.shape[axis] > 1) for mine in axes)
 
 

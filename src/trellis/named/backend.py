@@ -31,7 +31,7 @@ _BLOCK_UNITS = ("B200", "B300", "Blackwell")
 
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
 
-sums_of_own_slices()
+sums_of_own_slices()  # before anything is lowered
 
 
 def written_out(length: int, carried) -> bool:

@@ -44,9 +44,8 @@ COSTS = "xla_gpu_pgle_profile_file_or_directory_path"
 # The options of XLA for GPUs with which it takes sums in one order.
 ONE_ORDER = ("xla_gpu_exclude_nondeterministic_ops", "xla_gpu_deterministic_ops")
 
-# XLA for CPUs without optimization loads four floats where it chooses one (a select's `vblendvps` with its operand from
-# memory), so up to 12 bytes behind an array: where that is no more the process's memory, it dies of signal 11. JAX 0.10
-# and 0.12 do; from level 1 on none does.
+# XLA's programs for CPUs without optimization read up to 12 bytes behind an array, and die of signal 11 where that is
+# no more the process's memory (docs/published-bugs.md, 43).
 _LEVEL = "xla_backend_optimization_level"
 
 # Prefixes of the options that only one platform's compiler knows; jf is an old name of TPUs.
