@@ -31,7 +31,8 @@ def main() -> int:
             jax.config.update("jax_num_cpu_devices", MOST)
             leave_threads(MOST)
         seeds = [int(seed) for seed in sys.stdin.read().split()]
-        work(seeds, only=options.only, shrink=options.shrink, ledger_share=options.ledgers, many=options.many)
+        how = dict(only=options.only, shrink=options.shrink, ledger_share=options.ledgers)
+        work(seeds, **how, many=options.many, chip=options.on)
         return 0
     tally, begin = Tally(), time.monotonic()
     seeds = list(range(options.seed, options.seed + options.count))
@@ -58,6 +59,7 @@ def _options():
     parser.add_argument("--only", default="", help="only programs of one kind: explicit, auto, manual, broken, ...")
     parser.add_argument("--limit", type=float, default=180, help="seconds after which a program hangs")
     parser.add_argument("--many", action="store_true", help="on 9 to 24 devices, instead of up to 8")
+    parser.add_argument("--on", default="", help="also compiled for this chip, and executed by `prove`: v5e, H100, ...")
     parser.add_argument("--batch", type=int, default=300, help="programs a process")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -67,7 +69,7 @@ def _batch(seeds: list[int], options, tally: Tally, retried: set[int]) -> list[i
     """Runs seeds in a process; gives those that are left when it ended or hung."""
     command = [sys.executable, "-m", "tests.fuzz", "--worker"]
     command += ["--shrink", str(options.shrink), "--ledgers", str(options.ledgers), "--only", options.only]
-    command += ["--many"] * options.many
+    command += ["--many"] * options.many + ["--on", options.on]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

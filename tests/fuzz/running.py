@@ -8,6 +8,7 @@ import re
 import traceback
 import zlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import jax
@@ -21,7 +22,7 @@ from trellis.notation.state import state_of
 from .case import Case
 
 TOLERANCE = 3e-4
-FAILURES = ("wrong", "foreign", "accepted", "refused", "ledger", "hang", "crash")
+FAILURES = ("wrong", "not proven", "unknown", "foreign", "accepted", "refused", "ledger", "hang", "crash")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ class Outcome:
             "kept out", refused as it is to be; "unsteady", wrong, but so sensitive to rounding that the
             plain program differs, too, when its inputs do in the last place; or a failure: "wrong", "foreign" (an error
             that is not ours), "accepted" (a broken program that ran), "refused" (a program that breaks no rule),
-            "ledger" (other bytes than in the compiled program), "hang", "crash".
+            "ledger" (other bytes than in the compiled program), "not proven" (wrong as another compiler makes it),
+            "unknown" (what it makes is not understood), "hang", "crash".
         detail: the error, or where values differ.
         rule: of an error, its kind and first words, without names and numbers.
     """
@@ -73,9 +75,7 @@ def _run(text: str, case: Case, space: dict) -> None:
 
 def run(case: Case) -> Outcome:
     """Runs the plain program, and ours."""
-    space: dict = {}
-    _run(case.plain_text(), case, space)
-    expected = None if case.must else jax.tree.map(np.asarray, eval(case.plain_call(), space))
+    space, expected = ({}, None) if case.must else meant(case)
     try:
         got = _run_ours(case)
     except Exception as error:
@@ -88,12 +88,19 @@ def run(case: Case) -> Outcome:
         with jax.disable_jit():
             expected = jax.tree.map(np.asarray, eval(case.plain_call(), space))
         outcome = _compare(got, expected, case)
-    if outcome.rule == "value" and not _steady(case, space, expected):
+    if outcome.rule == "value" and not steady(case, space, expected):
         return Outcome("unsteady", outcome.detail)
     return outcome
 
 
-def _steady(case: Case, space: dict, expected) -> bool:
+def meant(case: Case) -> tuple[dict, Any]:
+    """The plain program's functions and arguments, and its results, as numpy arrays."""
+    space: dict = {}
+    _run(case.plain_text(), case, space)
+    return space, jax.tree.map(np.asarray, eval(case.plain_call(), space))
+
+
+def steady(case: Case, space: dict, expected: Any) -> bool:
     """Whether the plain program gives nearly the same where its inputs differ by a rounding error, in each of 16 tries.
 
     The sign of a sum of nothing, or a derivative where a tanh is nearly 1, changes in some of them only. Weights of a

@@ -16,6 +16,7 @@ from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.hardware.chips import target
 from trellis.mesh import make_mesh
+from trellis.proof.report import as_json
 from trellis.proof.runs import prove_run
 from trellis.recipes import load_run
 
@@ -93,6 +94,67 @@ def test_named_arrays_under_a_layout():
         proof = tr.prove(jax.value_and_grad(loss), up, x, on="v5e:2x2")
     assert proof.proven
     assert [output.type for output in proof.outputs] == ["f32[]", "f32[embed/data=256 mlp/model=512]"]
+
+
+def test_pending_sums_are_compared_as_the_sums_they_are(four):
+    """Devices may hold other parts of it; a sum that is too large is found."""
+    w, parts = given(four)
+    x = jax.device_put(parts[0], NamedSharding(four, P("x", None)))
+
+    def gradients(w, x, factor=1.0):
+        copies = jax.reshard(w, P(None, None, reduced={"x"}))
+        d = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w) * factor))(copies, x)
+        return d, copies
+
+    proof = tr.prove(gradients, w, x, on="v5e:2x2")
+    assert proof.proven
+    assert [output.type for output in proof.outputs] == ["f32[8 16 +x]", "f32[8 16 ~x]"]
+    alone = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+    assert tr.prove(gradients, w, x, on="v5e:2x2", reference=lambda w, x: (alone(w, x), w)).proven
+    twice = tr.prove(partial(gradients, factor=2.0), w, x, on="v5e:2x2", reference=lambda w, x: (alone(w, x), w))
+    assert [output.devices for output in twice.outputs] == [(0, 1, 2, 3), ()]
+    assert twice.outputs[0].error == pytest.approx(1.0)
+
+
+def test_what_a_device_is_along_some_axes_is_known_before_a_compiler_partitions():
+    """With some axes by hand, JAX asks for a device's place in a region within the region."""
+    mesh = make_mesh(jax.devices()[:4], data=2, model=2)
+
+    def turned(x):
+        turn = lambda x: jnp.roll(x, jax.lax.axis_index("data"), 1) * (1.0 + jax.lax.axis_index("data").astype(x.dtype))
+        return jax.shard_map(turn, mesh=mesh, axis_names={"data"}, in_specs=P("data"), out_specs=P("data"))(x)
+
+    x = jax.device_put(jnp.arange(16.0).reshape(4, 4), NamedSharding(mesh, P("data", None)))
+    assert tr.prove(jax.jit(turned), x, on="v5e:2x2").proven
+    whole = lambda x: jnp.concatenate([x[:2], 2 * jnp.roll(x[2:], 1, 1)])
+    assert tr.prove(jax.jit(turned), x, on="v5e:2x2", reference=whole).proven
+
+
+def test_what_may_be_rounding_is_decided_with_more_bits(four):
+    """Of large numbers nearly nothing is left: devices add them in another order than one device does."""
+    x = jax.random.normal(jax.random.key(0), (4096,)) * 1e3
+    x = jax.random.permutation(jax.random.key(1), jnp.concatenate([x, -x]))
+    x = jax.device_put(x, NamedSharding(four, P("x")))
+    proof = tr.prove(lambda x: jnp.sum(x) + 0.01, x, on="v5e:2x2")
+    assert proof.proven and proof.rounding > 1e-4 and proof.error < 1e-6
+    assert "floats      of 64 bits: with 32, rounding alone makes deviations of up to" in str(proof)
+    assert json.loads(json.dumps(as_json(proof)))["rounding"] == proof.rounding
+
+
+def test_a_value_that_a_function_returns_twice_is_not_taken_for_a_partial_sum(four):
+    """One result goes on whole, and one is made a partial sum: libtpu took what is whole for it."""
+
+    @jax.jit
+    def layer(x, w):
+        return jnp.tanh(x + jnp.sum(x * w, 1, keepdims=True))
+
+    def loss(x, w):
+        x = jax.reshard(jax.reshard(x, P(None, None, reduced={"x"})), P(None, None))
+        return jnp.sum(layer(layer(x, w), w) ** 2)
+
+    x, w = jax.device_put(jax.random.normal(jax.random.key(0), (2, 2, 4)), NamedSharding(four, P()))
+    proof = tr.prove(jax.grad(loss), x, w, on="v5e:2x2")
+    assert proof.proven, proof
 
 
 def test_infinities_and_nans_hide_nothing(four):

@@ -50,7 +50,8 @@ class Compiled:
         versions: the versions of JAX and of the compiler.
         options: compiler options.
         kept: the flat arguments of the function that the program still has.
-        results: for each of its results, the mesh axes that slice each dimension; None if they are not known.
+        results: for each of its results, "sliced", the mesh axes that slice each dimension, and "pending", those along
+            which it is a sum that devices hold parts of; None if they are not known.
     """
 
     text: str
@@ -170,7 +171,7 @@ def compile_lowered(
                 versions=versions,
                 options=options,
                 kept=kept_arguments(done),
-                results=tuple(_axes(sharding) for sharding in jax.tree.leaves(done.output_shardings)),
+                results=tuple(_place(sharding) for sharding in jax.tree.leaves(done.output_shardings)),
             )
             if platform != "tpu":  # XLA for GPUs does not refuse
                 result = dataclasses.replace(result, excess=max(result.peak - target.chip.hbm_bytes, 0.0))
@@ -178,11 +179,12 @@ def compile_lowered(
     return result
 
 
-def _axes(sharding: Any) -> list[list[str]] | None:
-    """The mesh axes that slice each dimension of a result, or None if its type does not say."""
-    if not isinstance(sharding, NamedSharding) or sharding.spec.unreduced:
+def _place(sharding: Any) -> dict[str, list] | None:
+    """Where a result lies, by mesh axes, or None if its type does not say."""
+    if not isinstance(sharding, NamedSharding):
         return None
-    return [[] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in sharding.spec]
+    sliced = [[] if a is None else [a] if isinstance(a, str) else list(a) for a in sharding.spec.partitions]
+    return {"sliced": sliced, "pending": sorted(sharding.spec.unreduced)}
 
 
 def compiler_versions(target: Target) -> dict[str, str]:
@@ -300,7 +302,7 @@ def _telling(what: str) -> Generator[None]:
         )
 
 
-_FORMAT = 4  # of the files that hold compiled programs
+_FORMAT = 5  # of the files that hold compiled programs
 # How much effort the compiler spends on speed and memory: the names in JAX 0.10, and those in JAX 0.12.
 _EFFORT = (
     "jax_exec_time_optimization_effort", "jax_memory_fitting_effort", "jax_optimization_level",

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 
 from trellis.errors import UserError
 from trellis.proof.functions import BOUND
-from trellis.proof.placing import cut
+from trellis.proof.placing import cut, settled
 
 # How much a float32 that something small was added to is itself rounded.
 _ROUNDING = 2.4e-7
@@ -58,7 +58,7 @@ def compare(
         name: its path.
         found: `device dim ...`, or one row where all devices hold the same.
         want: `dim ...`.
-        sharding: where it lies.
+        sharding: where it lies; of a pending sum, the sum is compared.
         type: in the notation; its shape if empty.
         before: what the result was made from by a small change, if it was; deviations are shares of the change then.
         outliers: which share of the entries may deviate. Rounding decides about the sign of what is nearly zero, and
@@ -75,6 +75,7 @@ def compare(
             where="reference",
             fix="give arguments of which the plain program makes numbers, or leave the result out",
         )
+    found, sharding = settled(found, sharding)
     parts = cut(want, sharding)
     if want.dtype.kind in "fc":
         wide = np.result_type(want.dtype, np.float64)

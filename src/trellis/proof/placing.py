@@ -52,6 +52,25 @@ def cut(x: np.ndarray, sharding: NamedSharding) -> np.ndarray:
     return parts * first.astype(x.dtype).reshape(-1, *[1] * x.ndim)
 
 
-def sharding_of(axes: Sequence[Sequence[str]], mesh: Mesh) -> NamedSharding:
-    """The sharding of a result, from the mesh axes that slice each of its dimensions."""
-    return NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in axes)))
+def sharding_of(sliced: Sequence[Sequence[str]], pending: Sequence[str], mesh: Mesh) -> NamedSharding:
+    """The sharding of a result, from the mesh axes that slice each of its dimensions, and those that it is a pending
+    sum along."""
+    return NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in sliced), unreduced={*pending}))
+
+
+def settled(x: np.ndarray, sharding: NamedSharding) -> tuple[np.ndarray, NamedSharding]:
+    """What devices hold once their parts of a pending sum are added, and how that lies.
+
+    >>> import jax
+    >>> mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    >>> x = np.array([[1], [2], [30], [40]])
+    >>> settled(x, NamedSharding(mesh, PartitionSpec(None, unreduced={"model"})))[0].tolist()
+    [[3], [3], [70], [70]]
+    """
+    mesh, spec = sharding.mesh, sharding.spec
+    if not spec.unreduced:
+        return x, sharding
+    axes = tuple(i for i, name in enumerate(mesh.axis_names) if name in spec.unreduced)
+    parts = np.broadcast_to(x, (mesh.size, *x.shape[1:])).reshape(*mesh.devices.shape, *x.shape[1:])
+    whole = np.broadcast_to(parts.sum(axes, x.dtype, keepdims=True), parts.shape).reshape(mesh.size, *x.shape[1:])
+    return whole, NamedSharding(mesh, PartitionSpec(*spec.partitions))

@@ -20,9 +20,9 @@ from trellis.inspect.ledger import ledger_of
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import arrange
 from trellis.notation.typeof import is_named, typeof
-from trellis.plan.compile import compiler_devices, platform_of_target
+from trellis.plan.compile import Compiled, compiler_devices, platform_of_target
 from trellis.program.trace import first_mesh, mesh_of, trace
-from trellis.proof.interpreter import Interpreter
+from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
 from trellis.proof.placing import numbers_of, plain
 from trellis.proof.proof import Proof, Subject, Wanted, Watch
 
@@ -44,26 +44,47 @@ def proof_of(
     compiled = subject.compile()
     watch.note("compiling")
     if reference is None:
-        whole = Interpreter(full_text(subject.lowered), subject.mesh.size)
-        meant = [result[0] for result in whole([subject.given[i][None] for i in compiled.kept])]
+        subject = _own_meaning(subject, compiled)
     else:
         result = _computed(reference, args, subject)
-        meant = [plain(leaf) for leaf in jax.tree.leaves(result)]
         _check_names(result, subject)
+        subject = _wanting([plain(leaf) for leaf in jax.tree.leaves(result)], subject)
     watch.note("reference")
-    _check(meant, subject)
-    wanted = [dataclasses.replace(wanted, value=value) for wanted, value in zip(subject.wanted, meant)]
-    subject = dataclasses.replace(subject, wanted=wanted)
     proof = subject.execute(compiled, bound=bound)
     watch.note("executing")
+    if reference is None and not proof.proven and not proof.fault:
+        proof = _in_float64(proof, subject, compiled, bound)
+        watch.note("in float64")
     if explain and not proof.proven:
         proof = dataclasses.replace(proof, finding=subject.why(compiled, bound))
         watch.note("looking for the reason")
     return dataclasses.replace(proof, seconds=watch.seconds)
 
 
-def _check(meant: Sequence[np.ndarray], subject: Subject) -> None:
-    """Refuses results that the function's cannot be compared with."""
+def _own_meaning(subject: Subject, compiled: Compiled, wide: type = np.float32) -> Subject:
+    """A subject that should have the results of the function on whole arrays, before a compiler has seen it."""
+    whole = Interpreter(full_text(subject.lowered), subject.mesh.size, wide=wide)
+    return _wanting([result[0] for result in whole([subject.given[i][None] for i in compiled.kept])], subject)
+
+
+def _in_float64(proof: Proof, subject: Subject, compiled: Compiled, bound: float) -> Proof:
+    """The proof again with floats of 64 bits, in which rounding makes nothing of what a mistake makes.
+
+    It stays as it was if a result is wrong there, too, or if something in the program asks for the bits of a number.
+    """
+    try:
+        again = _own_meaning(subject, compiled, np.float64).execute(compiled, bound=bound, wide=np.float64)
+    except (Failed, NotInterpreted):
+        return proof
+    return dataclasses.replace(again, rounding=proof.error) if again.proven else proof
+
+
+def _wanting(meant: Sequence[np.ndarray], subject: Subject) -> Subject:
+    """A subject that should have these results.
+
+    Raises:
+        UserError: the function's cannot be compared with them.
+    """
     if len(meant) != len(subject.wanted):
         raise UserError(
             "A reference must return the same arrays as the function.",
@@ -87,6 +108,8 @@ def _check(meant: Sequence[np.ndarray], subject: Subject) -> None:
                 where="reference",
                 fix="begin it with x.astype('float32')",
             )
+    wanted = [dataclasses.replace(wanted, value=value) for wanted, value in zip(subject.wanted, meant)]
+    return dataclasses.replace(subject, wanted=wanted)
 
 
 def _check_names(result: Any, subject: Subject) -> None:

@@ -135,9 +135,18 @@ class Subject:
             for wanted, result, place in zip(self.wanted, found, places, strict=True)
         )
 
-    def execute(self, compiled: Compiled, *, text: str | None = None, bound: float = BOUND) -> "Proof":
-        """Executes the compiled program, or another one with the same arguments and results, and compares."""
-        interpreter, parts = Interpreter(text or compiled.text, self.mesh.size), self.parts(compiled)
+    def execute(
+        self, compiled: Compiled, *, text: str | None = None, bound: float = BOUND, wide: type = np.float32
+    ) -> "Proof":
+        """Executes the compiled program, or another one with the same arguments and results, and compares.
+
+        Args:
+            compiled: it.
+            text: the other one's.
+            bound: what deviations may be.
+            wide: what floats are held in.
+        """
+        interpreter, parts = Interpreter(text or compiled.text, self.mesh.size, wide=wide), self.parts(compiled)
         self._fits(most_bytes(interpreter, parts))
         found, fault = (), ""
         try:
@@ -168,17 +177,17 @@ class Subject:
         """Where the compiled program's results lie.
 
         Raises:
-            UserError: one of them is a pending sum, or its type does not say.
+            UserError: the type of one of them does not say.
         """
-        for wanted, axes in zip(self.wanted, compiled.results):
-            if axes is None:
+        for wanted, place in zip(self.wanted, compiled.results):
+            if place is None:
                 raise UserError(
-                    "Results that are compared must have a sharding in their types and cannot be pending sums.",
+                    "Results that are compared must have a sharding in their types.",
                     seen=f"`{wanted.name}` of {self.name}",
                     where="prove",
-                    fix="settle it with reshard before it is returned, or give it an out_sharding",
+                    fix="give it an out_sharding, or reshard it before it is returned",
                 )
-        return [sharding_of(axes, self.mesh) for axes in compiled.results]
+        return [sharding_of(place["sliced"], place["pending"], self.mesh) for place in compiled.results]
 
     def why(self, compiled: Compiled, bound: float = BOUND) -> Finding:
         """Looks for what made the compiled program wrong."""
@@ -214,6 +223,8 @@ class Proof:
         results: what it computed, `device dim ...` each.
         structure: the function's ledger, matched with its collectives.
         rounded: how far the step for one device, as it is written, is from float32, if results are compared with it.
+        rounding: the largest deviation in float32, if it is more than may be and numbers of 64 bits, in which this proof
+            is then made, show that it is rounding.
         unknown: what the interpreter does not know of the step for one device, as it is written, if it does not.
         between: whether a token stands between two experts, so that two right programs may be far apart.
         finding: what made it wrong, if it is.
@@ -231,6 +242,7 @@ class Proof:
     results: tuple[np.ndarray, ...]
     structure: Structure
     rounded: float | None = None
+    rounding: float | None = None
     unknown: str = ""
     between: bool = False
     finding: Finding | None = None

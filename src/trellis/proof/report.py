@@ -41,6 +41,8 @@ def _head(proof: Proof) -> str:
             "  held to     the step for one device as it is written, with its constants in bfloat16; that one deviates "
             f"from float32 by {proof.rounded:.0e}"
         )
+    if proof.rounding is not None:
+        lines.append(f"  floats      of 64 bits: with 32, rounding alone makes deviations of up to {proof.rounding:.0e}")
     return "\n".join(lines)
 
 
@@ -143,6 +145,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "proven": proof.proven,
         "error": finite(proof.error),
         "rounded": proof.rounded,
+        "rounding": proof.rounding and finite(proof.rounding),
         "unknown": proof.unknown,
         "between": proof.between,
         "fault": proof.fault,

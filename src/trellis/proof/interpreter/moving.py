@@ -205,7 +205,7 @@ class Lookup:
                 along = self.batch[d]
                 along -= along > self.vector
                 at = np.broadcast_to(np.arange(size).reshape([-1 if i == along else 1 for i in range(len(lead))]), lead)
-            at = at.reshape(*lead, *[1] * rank)
+            at = np.reshape(at, (*lead, *[1] * rank))
             if d in self.window:
                 own = [1] * rank
                 own[self.window.index(d)] = n
@@ -229,7 +229,7 @@ def _gather(instruction: Instruction, machine) -> Callable:
     order = np.argsort([*(d for d in range(rank) if d not in offset), *offset], kind="stable")
 
     def one(x, index):
-        return x.reshape(-1)[lookup.places(index, clip=True)[0]].transpose(order)
+        return np.asarray(x.reshape(-1)[lookup.places(index, clip=True)[0]]).transpose(order)
 
     return lambda values, team: each(one, values, team)
 

@@ -37,8 +37,8 @@ class _Sharding:
     pending: tuple[str, ...]
 
 
-def _shardings(instruction: Instruction, name: str) -> list[_Sharding]:
-    """The shardings of a region's operands or results, by its manual axes only."""
+def _shardings(instruction: Instruction, name: str) -> tuple[list[_Sharding], list[str]]:
+    """The shardings of a region's operands or results, by its manual axes only, and these."""
     text = instruction.attributes.replace("\\", "")
     found = re.search(rf'{re.escape(name)}="#sdy\.sharding_per_value<\[(.*?)\]>"', text)
     manual = re.search(r"manual_axes\{([^}]*)\}", text)
@@ -46,10 +46,11 @@ def _shardings(instruction: Instruction, name: str) -> list[_Sharding]:
         raise NotInterpreted(f"the shardings of {instruction.name}")
     axes = re.findall(r'"([^"]+)"', manual[1])
     mine = lambda part: tuple(a for a in re.findall(r'"([^"]+)"', part) if a in axes)
-    return [
+    shardings = [
         _Sharding(tuple(mine(dim) for dim in re.findall(r"\{([^}]*)\}", dims)), mine(rest))
         for dims, rest in re.findall(r"<@\w+, \[([^\]]*)\]([^<>]*)>", found[1])
     ]
+    return shardings, axes
 
 
 def _places(mesh: Mapping[str, int]) -> dict[str, np.ndarray]:
@@ -76,8 +77,20 @@ def _first(mesh: Mapping[str, int], axes: Sequence[str]) -> np.ndarray:
     return np.all(np.stack([places[axis] == 0 for axis in axes]), axis=0) if axes else np.ones(1, bool)
 
 
+def _teams(mesh: Mapping[str, int], axes: Sequence[str]) -> np.ndarray:
+    """For each device the number of those that are where it is along all mesh axes but these.
+
+    >>> _teams({"data": 2, "model": 2}, ["model"]).tolist()
+    [0, 0, 1, 1]
+    """
+    number = np.zeros(math.prod(mesh.values()), int)
+    for axis, place in _places(mesh).items():
+        number = number if axis in axes else number * mesh[axis] + place
+    return number
+
+
 def _begin(instruction: Instruction, machine) -> Callable:
-    shardings, mesh = _shardings(instruction, "xla.sdy.in_shardings"), machine.mesh
+    (shardings, _), mesh = _shardings(instruction, "xla.sdy.in_shardings"), machine.mesh
 
     def one(x: np.ndarray, sharding: _Sharding, index: int) -> np.ndarray:
         if not any(sharding.dims) and not sharding.pending:
@@ -92,23 +105,26 @@ def _begin(instruction: Instruction, machine) -> Callable:
 
 
 def _end(instruction: Instruction, machine) -> Callable:
-    shardings, mesh = _shardings(instruction, "xla.sdy.out_shardings"), machine.mesh
+    (shardings, manual), mesh = _shardings(instruction, "xla.sdy.out_shardings"), machine.mesh
     kind = machine.type(instruction)
     kinds = kind if isinstance(kind, tuple) else (kind,)
+    # Within another region, devices go on with their own along its axes: each of these teams puts its parts together.
+    teams = _teams(mesh, manual)
 
     def one(x: np.ndarray, sharding: _Sharding, index: int) -> np.ndarray:
         shape = kinds[index].shape
         if len(x) == 1 and not any(sharding.dims) and not sharding.pending:
             return x
-        rows = np.broadcast_to(x, (math.prod(mesh.values()), *x.shape[1:]))
-        out = np.zeros(shape, x.dtype)
+        rows = np.broadcast_to(x, (len(teams), *x.shape[1:]))
         cut = {axis for axes in sharding.dims for axis in axes}
-        others = [axis for axis in mesh if axis not in cut and axis not in sharding.pending]
+        others = [axis for axis in manual if axis not in cut and axis not in sharding.pending]
         counts = np.broadcast_to(_first(mesh, others), len(rows))
+        out = np.zeros((teams.max() + 1, *shape), x.dtype)
         for device, piece in enumerate(_pieces(shape, sharding, mesh)):
             if counts[device]:
-                out[piece] += rows[device]
-        return out[None]
+                out[(teams[device], *piece)] += rows[device]
+        alike = all(np.array_equal(row, out[0], equal_nan=row.dtype.kind in "fc") for row in out)
+        return out[:1] if alike else out[teams]
 
     return _each(one, shardings, machine, instruction)
 

@@ -1,0 +1,68 @@
+"""A case compiled for hardware that is not here, and executed: what the compiler of a TPU or of a GPU makes of it."""
+
+import jax
+import numpy as np
+
+import trellis as tr
+from trellis.errors import TrellisError
+from trellis.hardware.chips import chips
+from trellis.proof.comparing import Output
+
+from .case import Case
+from .running import TOLERANCE, Outcome, meant, prepared, steady
+
+# The slices of TPUs that there are of so many devices, by the sides of a torus.
+SLICES = {2: {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}, 3: {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}}
+
+
+def target_of(case: Case, chip: str) -> str | None:
+    """The hardware that a case can be proven for, such as "v5e:2x4"; None where there is none of that many devices, and
+    for what breaks a rule, is on no mesh, or runs under several layouts."""
+    if case.broken or case.late or case.earlier is not None or case.setting.mode == "alone":
+        return None
+    devices, found = case.setting.devices, chips()[chip.lower()]
+    if found.kind == "gpu":
+        return f"{devices}x{chip}"
+    shape = SLICES[found.torus].get(devices)
+    return f"{chip}:{shape}" if shape else None
+
+
+def check(case: Case, on: str) -> Outcome:
+    """Holds what a compiler made of a case, which is right on CPUs, against what it means on whole arrays.
+
+    It is "not proven" where a result is wrong on some device, where devices would wait for each other for ever, and
+    where collectives are said to be surely wrong though all numbers are right; and "unknown" where nothing is proven.
+    """
+    with prepared(case) as space:
+        args = [space[x.value.var] for x in case.inputs]
+        try:
+            proof = tr.prove(eval(case.wrapped("ours", "eager"), space), *args, on=on, bound=TOLERANCE, explain=False)
+        except TrellisError as error:
+            return Outcome("unknown", str(error), str(error).split("\n")[1].strip()[:60])
+        except Exception as error:
+            return Outcome("foreign", f"{type(error).__name__}: {error}", f"prove: {type(error).__name__}")
+    if proof.fault:
+        return Outcome("not proven", str(proof), "waiting")
+    if not proof.proven:
+        alone, expected = meant(case)
+        if not _near(proof.outputs, jax.tree.leaves(expected)):
+            if steady(case, alone, expected):
+                return Outcome("not proven", str(proof), "value")
+            return Outcome("unsteady", str(proof))
+    if proof.structure.certain:
+        return Outcome("not proven", str(proof), proof.structure.faults[0].split(":")[0])
+    return Outcome("right")
+
+
+def _near(outputs: tuple[Output, ...], expected: list[np.ndarray]) -> bool:
+    """Whether all that is off is a rounding error of larger numbers, of which nearly nothing is left."""
+    wanted = [leaf for leaf in expected if leaf.dtype != jax.dtypes.float0]
+
+    def near(output: Output, leaf: np.ndarray) -> bool:
+        if leaf.dtype.kind not in "fV":
+            return output.error == 0
+        leaf = leaf.astype(np.float32)
+        scale = float(np.max(np.abs(leaf), where=np.isfinite(leaf), initial=0.0))
+        return output.error * scale <= TOLERANCE * (scale + 0.03)
+
+    return len(outputs) == len(wanted) and all(map(near, outputs, wanted))
