@@ -38,7 +38,10 @@ def check(case: Case, on: str) -> Outcome:
         try:
             proof = tr.prove(eval(case.wrapped("ours", "eager"), space), *args, on=on, bound=TOLERANCE, explain=False)
         except TrellisError as error:
-            return Outcome("unknown", str(error), str(error).split("\n")[1].strip()[:60])
+            # A program that runs without `jit` is proven in it; and of NaNs alone nothing is proven.
+            if case.run == "eager" and not str(error).startswith("The interpreter") or "not one entry" in str(error):
+                return Outcome("kept out", str(error), str(error).split("\n")[0][:60])
+            return Outcome("unknown", str(error), " ".join(str(error).split("\n")[1:])[:60])
         except Exception as error:
             return Outcome("foreign", f"{type(error).__name__}: {error}", f"prove: {type(error).__name__}")
     if proof.fault:
@@ -46,9 +49,10 @@ def check(case: Case, on: str) -> Outcome:
     if not proof.proven:
         alone, expected = meant(case)
         if not _near(proof.outputs, jax.tree.leaves(expected)):
-            if steady(case, alone, expected):
-                return Outcome("not proven", str(proof), "value")
-            return Outcome("unsteady", str(proof))
+            # What does not depend on an argument may be rounded to bfloat16 by the compiler.
+            if (case.rounded and proof.error < 0.02) or not steady(case, alone, expected):
+                return Outcome("unsteady", str(proof))
+            return Outcome("not proven", str(proof), "value")
     if proof.structure.certain:
         return Outcome("not proven", str(proof), proof.structure.faults[0].split(":")[0])
     return Outcome("right")
