@@ -219,6 +219,31 @@ def _keep_residuals_of_own_axes() -> None:
     arrays.nospec = nospec
 
 
+def mapped_in_any_state() -> None:
+    """Lets `jax.vmap` map partial sums and copies.
+
+    JAX 0.10.2 and 0.12.0 ask how the mapped dimension is sliced in a way that they refuse of such arrays themselves. If
+    the private function is missing, nothing changes.
+    """
+    module: Any = importlib.import_module("jax._src.api")
+    original = getattr(module, "_mapped_axis_spec", None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    def stateless(x: Any) -> Any:
+        sharding = getattr(getattr(x, "aval", None), "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not (sharding.spec.unreduced or sharding.spec.reduced):
+            return x
+        sliced = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sliced)
+
+    @functools.wraps(original)
+    def mapped_axis(args, dims):
+        return original([stateless(x) for x in args], dims)
+
+    module._mapped_axis_spec = mapped_axis
+
+
 def sums_of_own_slices() -> None:
     """Makes XLA slice what a partial sum is of as its type says.
 

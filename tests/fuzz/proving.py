@@ -15,16 +15,21 @@ from .running import TOLERANCE, Outcome, meant, prepared, steady
 SLICES = {2: {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}, 3: {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}}
 
 
-def target_of(case: Case, chip: str) -> str | None:
-    """The hardware that a case can be proven for, such as "v5e:2x4"; None where there is none of that many devices, and
-    for what breaks a rule, is on no mesh, or runs under several layouts."""
-    if case.broken or case.late or case.earlier is not None or case.setting.mode == "alone":
-        return None
-    devices, found = case.setting.devices, chips()[chip.lower()]
+def hardware(chip: str, devices: int) -> str | None:
+    """So many devices of a chip, such as "v5e:2x4", or None where there is no such slice."""
+    found = chips()[chip.lower()]
     if found.kind == "gpu":
         return f"{devices}x{chip}"
     shape = SLICES[found.torus].get(devices)
     return f"{chip}:{shape}" if shape else None
+
+
+def target_of(case: Case, chip: str) -> str | None:
+    """The hardware that a case can be proven for; None where there is none of that many devices, and for what breaks a
+    rule, is on no mesh, or runs under several layouts."""
+    if case.broken or case.late or case.earlier is not None or case.setting.mode == "alone":
+        return None
+    return hardware(chip, case.setting.devices)
 
 
 def check(case: Case, on: str) -> Outcome:

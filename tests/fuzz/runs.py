@@ -21,9 +21,11 @@ import numpy as np
 
 import conftest  # noqa: F401  before anything imports JAX: eight CPU devices, the tests' strictness and their compiler
 from tests.equivalence.test_steps import batch, put
+from tests.fuzz.proving import hardware
 from tests.models.small import CONFIGS
 from trellis.data.batch import Batch
 from trellis.errors import TrellisError
+from trellis.hardware.chips import target
 from trellis.inspect import structure_of
 from trellis.inspect.ledger import ledger_of
 from trellis.mesh.platform import leave_threads
@@ -31,6 +33,7 @@ from trellis.models import ModelConfig, Routing
 from trellis.nn import Precision
 from trellis.nn.moe.config import EXPERT_WEIGHTS, FAR_ROWS
 from trellis.optim.config import Adafactor, AdamW, Lion, Muon
+from trellis.proof.runs import prove_run
 from trellis.recipes import tiny
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import AXES, LayoutChoice, MeshSizes
@@ -56,7 +59,8 @@ _NOISE = 1e-5
 
 
 class Found(NamedTuple):
-    """What came of a run: `right`, `refused`, `wrong` or `error`, and how far apart or why."""
+    """What came of a run: `right`, `refused`, `wrong` or `error`, and how far apart or why; also `elsewhere` and
+    `unsteady` of one that is proven for another chip."""
 
     what: str
     why: str
@@ -191,6 +195,21 @@ def judge(seed: int, many: bool = False) -> Found:
     return Found("right" if right and not structure.certain else "wrong", why)
 
 
+def proven(seed: int, chip: str, many: bool = False) -> Found:
+    """A run that a seed stands for, compiled for hardware that is not here, executed, and held against one device."""
+    try:
+        run, count = draw(seed, many)
+        if (on := hardware(chip, count)) is None:
+            return Found("elsewhere", f"there is no slice of {count} devices")
+        proof = prove_run(run, target(on), explain=False)
+    except TrellisError as error:
+        return Found("refused", _rule(error))
+    if proof.between:
+        return Found("unsteady", "in all draws some token is tied between two experts")
+    right = proof.proven and not proof.structure.certain
+    return Found("right" if right else "wrong", f"{proof.error:.1e} on {on}" if right else str(proof))
+
+
 def _defined(model: ModelConfig) -> ModelConfig:
     """The same model, all of whose experts are computed for all tokens, together."""
     if not hasattr(model, "routing"):
@@ -238,6 +257,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="how many runs (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed; a seed is one run")
     parser.add_argument("--many", action="store_true", help="on 9 to 24 devices, instead of up to 8")
+    parser.add_argument("--on", default="", help="compiled for this chip, and executed by `prove`: v5e, H100, ...")
     options, counts = parser.parse_args(), Counter()
     if options.many:
         jax.config.update("jax_num_cpu_devices", max(_MANY[0]))
@@ -245,7 +265,7 @@ def main() -> int:
     for seed in range(options.seed, options.seed + options.count):
         begin = time.monotonic()
         try:
-            found = judge(seed, options.many)
+            found = proven(seed, options.on, options.many) if options.on else judge(seed, options.many)
         except Exception as error:
             traceback.print_exc()
             found = Found("error", f"{type(error).__name__}: {error!s:.200}")

@@ -137,7 +137,7 @@ def test_what_may_be_rounding_is_decided_with_more_bits(four):
     x = jax.device_put(x, NamedSharding(four, P("x")))
     proof = tr.prove(lambda x: jnp.sum(x) + 0.01, x, on="v5e:2x2")
     assert proof.proven and proof.rounding > 1e-4 and proof.error < 1e-6
-    assert "floats      of 64 bits: with 32, rounding alone makes deviations of up to" in str(proof)
+    assert "floats      of 64 bits: with 32, rounding makes deviations of up to" in str(proof)
     assert json.loads(json.dumps(as_json(proof)))["rounding"] == proof.rounding
 
 

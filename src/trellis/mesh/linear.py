@@ -13,7 +13,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
+from trellis._compat import mapped_in_any_state
 from trellis.program.trace import Untraced
+
+mapped_in_any_state()  # before anything is mapped
 
 
 def linear(fun: Callable, transpose: Callable, like: Any = None, mapped: Callable | None = None) -> Callable:
@@ -122,6 +125,8 @@ def _jvp(primals, tangents, *, count: int, **how):
 
 
 def _transpose(gradients, *arrays, transpose: Callable, count: int, **_):
+    if all(type(g) is ad.Zero for g in gradients):  # a program within `jit` whose caller needs no result of this
+        return [None] * len(arrays)
     found = transpose(arrays[:count], [None if type(g) is ad.Zero else g for g in gradients])
     wanted = [ad.is_undefined_primal(a) for a in arrays[count:]]
     return [None] * count + [g if w else None for g, w in zip(found, wanted, strict=True)]

@@ -74,6 +74,16 @@ def state_of(x) -> State:
     return State(mode, axes, frozenset(mat.unreduced), frozenset(mat.reduced), frozenset(mat.varying))
 
 
+def sliced_by_compiler(x) -> bool:
+    """Whether a compiler may slice what is done to a value, along mesh axes of several devices that are not by hand and
+    in no type. It cannot slice kernels."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mode_of(mesh) not in ("auto", "manual"):
+        return False
+    kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    return any(size > 1 and kind != AxisType.Manual for kind, size in kinds)
+
+
 def sharding_on(x, spec) -> NamedSharding:
     """A spec on the mesh in an array's type, so that it also holds if no mesh is in force."""
     return NamedSharding(jax.typeof(x).sharding.mesh, spec)

@@ -223,8 +223,8 @@ class Proof:
         results: what it computed, `device dim ...` each.
         structure: the function's ledger, matched with its collectives.
         rounded: how far the step for one device, as it is written, is from float32, if results are compared with it.
-        rounding: the largest deviation in float32, if it is more than may be and numbers of 64 bits, in which this proof
-            is then made, show that it is rounding.
+        rounding: the largest deviation in float32, if it is more than may be, and floats of 64 bits, with which this
+            proof is then made, show that it is rounding.
         unknown: what the interpreter does not know of the step for one device, as it is written, if it does not.
         between: whether a token stands between two experts, so that two right programs may be far apart.
         finding: what made it wrong, if it is.

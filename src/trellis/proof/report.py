@@ -42,7 +42,7 @@ def _head(proof: Proof) -> str:
             f"from float32 by {proof.rounded:.0e}"
         )
     if proof.rounding is not None:
-        lines.append(f"  floats      of 64 bits: with 32, rounding alone makes deviations of up to {proof.rounding:.0e}")
+        lines.append(f"  floats      of 64 bits: with 32, rounding makes deviations of up to {proof.rounding:.0e}")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from trellis.nn.attention.sliced.program import Sliced
 from trellis.nn.attention.sliced.whole import Whole
 from trellis.nn.attention.splash import SplashTiles, splash_refuses, widest_blocks
 from trellis.notation import Dim, Shape, spec_of
-from trellis.notation.state import state_of
+from trellis.notation.state import sliced_by_compiler, state_of
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
 
@@ -69,8 +69,8 @@ def dot_product_attention(
         logit_softcap: scores become `cap * tanh(scores / cap)`.
         upcast: take sums and softmax of scores in float32 whatever the arrays' dtype. Accelerators' kernels always do.
         implementation: "auto" takes cuDNN's on NVIDIA GPUs and splash on TPUs if these can compute what is asked,
-            and "chunked" elsewhere and in evaluation through a pipeline's stages; "reference", "chunked", "cudnn" and
-            "splash" insist.
+            and "chunked" elsewhere, in evaluation through a pipeline's stages and along mesh axes in auto mode;
+            "reference", "chunked", "cudnn" and "splash" insist.
         save_name: the name under which `jax.checkpoint` policies can save what the backward pass needs, so that the
             kernel does not run again.
 
@@ -163,6 +163,9 @@ def _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation) -> s
     layout = current_layout()
     if layout is not None and layout.mapped:  # as of JAX 0.10.2
         why = "kernels cannot run mapped over mesh axes, as in evaluation through a pipeline's stages"
+        refuses = dict.fromkeys(refuses, lambda: why)
+    elif sliced_by_compiler(q):
+        why = "compilers cannot slice a kernel, and along mesh axes in auto mode they have to"
         refuses = dict.fromkeys(refuses, lambda: why)
     if implementation != "auto":
         if reason := refuses[implementation]():

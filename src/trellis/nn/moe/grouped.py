@@ -8,9 +8,10 @@ import jax
 
 from trellis.named.backend import platform_of
 from trellis.nn.moe.rows import Taken
+from trellis.notation.state import sliced_by_compiler
 
 # Modules with `multiply`, `rows_gradient` and `weights_gradient`, imported when they are needed. Other platforms, such
-# as CPUs, have a loop over blocks.
+# as CPUs, have a loop over blocks, and so has what a compiler is to slice.
 _KERNELS = {"tpu": "mosaic", "cuda": "triton"}
 # Those whose kernels read weights whichever dimension lies outermost. A TPU's tiles are of the last two.
 _AS_IT_LIES = ("triton",)
@@ -29,7 +30,7 @@ def activates(rows: jax.Array) -> bool:
 
 
 def _kernels(a: jax.Array) -> str:
-    return _KERNELS.get(platform_of(a), "blocks")
+    return "blocks" if sliced_by_compiler(a) else _KERNELS.get(platform_of(a), "blocks")
 
 
 def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:

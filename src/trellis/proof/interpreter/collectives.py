@@ -1,12 +1,15 @@
 """Collectives: functions over all devices of a team at once, so that none waits for another."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from trellis.inspect.hlo import Instruction, source_target_pairs
+from trellis.proof.interpreter import elementwise
+from trellis.proof.interpreter.item_bytes import sum_of_words
 from trellis.proof.interpreter.reducing import Combiner, summed
-from trellis.proof.interpreter.values import Faulty, Team, Value, spread
+from trellis.proof.interpreter.values import Faulty, NotInterpreted, Team, Value, spread
 
 Groups = list[np.ndarray]  # places in the team, in the order in which the collective counts them
 
@@ -73,7 +76,7 @@ def _collective(instruction: Instruction, machine) -> Callable:
             return _exchanged(rows, dims[0])
         if code == "collective-broadcast":
             return rows[:1]
-        total = _combined(rows, combine)
+        total = _of_words(instruction, machine)(rows) if rows.dtype.names else _combined(rows, combine)
         return total if code == "all-reduce" else _cut(total, dims[0], len(rows))
 
     def run(values: Sequence[np.ndarray], team: Team) -> Value:
@@ -83,6 +86,16 @@ def _collective(instruction: Instruction, machine) -> Callable:
         return _listed(kind, [_by_group(x, groups, team, change) for x in values])
 
     return run
+
+
+def _of_words(instruction: Instruction, machine) -> Callable[[np.ndarray], np.ndarray]:
+    """What a collective makes of words of several floats: its computation takes these out, and adds each of them."""
+    computation = machine.program.computations[instruction.called()["to_apply"][0]]
+    floats = {i.op for i in computation if i.type.startswith("f") or i.type.startswith("bf")}
+    only = (floats & {*elementwise.BINARY}) or {i.op for i in computation if i.op in elementwise.BINARY}
+    if only != {"add"}:
+        raise NotInterpreted(f"{instruction.name}, of words of floats, by {', '.join(sorted(only))}")
+    return partial(sum_of_words, apart=not floats)
 
 
 def _combined(rows: np.ndarray, combine: Combiner) -> np.ndarray:

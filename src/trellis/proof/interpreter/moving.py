@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from trellis.inspect.hlo import Instruction, item_bits
-from trellis.proof.interpreter.item_bytes import BYTES, put_together, taken_apart
+from trellis.proof.interpreter.item_bytes import BYTES, as_words, of_words, put_together, taken_apart
 from trellis.proof.interpreter.layouts import ArrayType, bitcast, in_memory
-from trellis.proof.interpreter.values import NotInterpreted, each, spread
+from trellis.proof.interpreter.values import FLOATS, NotInterpreted, each, spread
 
 
 def _broadcast(instruction: Instruction, machine) -> Callable:
@@ -40,18 +40,26 @@ def viewed(before: ArrayType, after: ArrayType, machine, name: str) -> Callable[
     held = [machine.held(kind.dtype) for kind in (before, after)]
     if before.dtype == after.dtype or held[0] == held[1]:
         return lambda x: bitcast(x, before, after)
+    narrow = [kind.dtype in FLOATS and item_bits(kind.dtype) < 32 for kind in (before, after)]
+    if narrow == [True, False] and item_bits(after.dtype) > item_bits(before.dtype) and held[1].kind in "iu":
+        return lambda x: as_words(x, before, after)
+    if narrow == [False, True] and item_bits(before.dtype) > item_bits(after.dtype) and held[0].kind in "iu":
+        return lambda x: of_words(x, before, after)
     if held[0].itemsize == held[1].itemsize and not {before.dtype, after.dtype} & {"bf16", "f16"}:
         return lambda x: np.ascontiguousarray(bitcast(x, before, after)).view(held[1])
+    # Bytes of floats that are held in fewer bytes are no numbers (`taken_apart`).
+    either = lambda x: put_together(x, before, after) if x.dtype.names else in_other_items(x, before, after, held[1])
     whole = all(h.itemsize * 8 == item_bits(kind.dtype) for h, kind in zip(held, (before, after), strict=True))
-    if whole and all((in_memory(kind) >= 0).all() for kind in (before, after)):
-        # Bytes of floats that are held in fewer bytes are no numbers (`taken_apart`).
-        return lambda x: put_together(x, before, after) if x.dtype.names else in_other_items(x, before, after, held[1])
+    alike = whole and held[0].itemsize * len(in_memory(before)) == held[1].itemsize * len(in_memory(after))
+    unpadded = all((in_memory(kind) >= 0).all() for kind in (before, after))
+    if whole and unpadded or alike and all(h.kind in "iu" for h in held):
+        return either
     if after.dtype in BYTES:
         return lambda x: taken_apart(x, before, after)
     if before.dtype in BYTES:
         return lambda x: put_together(x, before, after)
-    if whole and held[0].itemsize * len(in_memory(before)) == held[1].itemsize * len(in_memory(after)):
-        return lambda x: in_other_items(x, before, after, held[1])
+    if alike:
+        return either
     raise NotInterpreted(f"a bitcast from {before.dtype} to {after.dtype}, in {name}")
 
 
