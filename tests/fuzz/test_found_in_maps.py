@@ -366,3 +366,30 @@ def test_a_whole_factor_from_outside_meets_slices_of_another_mesh_axis():
         for grad in (jax.grad(loss, argnums=(0, 1)), tr.named_jit(jax.grad(loss, argnums=(0, 1)))):
             for mine, theirs in zip(grad(*placed), expected, strict=True):
                 np.testing.assert_allclose(mine.array, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_a_product_that_is_mapped_in_a_branch_takes_copies():
+    """A row that is whole meets slices, and its derivative is mapped: JAX asked how copies are sliced, and refused."""
+    rows, w = drawn(4, 2), drawn(2, 3, seed=1)
+    by_row = lambda r, w: tr.square(tr.tanh(tr.dot(r, w, over="embed"))).sum()
+    other = lambda rows, w, h: tr.settle(h * 0.5 + tr.vmap(by_row, "layers")(rows, w).sum("layers"))
+
+    def loss(rows, w, h):
+        h = jax.lax.cond((w.sum() > 1e9).array, lambda h: w, lambda h: other(rows, w, h), h)
+        return (h * h).sum().array
+
+    named = [tr.named(rows, "layers embed"), tr.named(w, "embed batch"), tr.named(drawn(2, 3, seed=2), "embed batch")]
+    expected = jax.grad(loss, argnums=(0, 1, 2))(*named)
+    with tr.Layout(tr.make_mesh(jax.devices()[:3], context=3), compute={"batch": "context"}):
+        placed = [tr.shard(x, "compute") for x in named]
+        for grad in (jax.grad(loss, argnums=(0, 1, 2)), jax.jit(jax.grad(loss, argnums=(0, 1, 2)))):
+            for mine, theirs in zip(grad(*placed), expected, strict=True):
+                np.testing.assert_allclose(mine.array, theirs.array, rtol=2e-5, atol=2e-5)
+
+
+def test_copies_are_mapped_as_what_they_are_copies_of():
+    mesh = tr.make_mesh(jax.devices()[:2], data=2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(drawn(3, 4), jax.NamedSharding(mesh, jax.P()))
+        loss = lambda x: jax.vmap(jnp.sin)(jax.reshard(x, jax.P(None, None, reduced={"data"}))).sum()
+        np.testing.assert_allclose(jax.grad(loss)(x), jnp.cos(x), rtol=1e-6)

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import ad
 
-from trellis.mesh.linear import gradients_together
+from trellis.mesh.linear import gradients_together, linear
 
 
 def loss(x, w, fence):
@@ -28,3 +29,13 @@ def test_what_has_no_gradient_gets_none():
     assert program.count("dot_general") == 2 and "optimization_barrier" in program
     both = lambda x, n: gradients_together((x, n))[0] * gradients_together(n).astype(jnp.float32)
     assert jax.grad(both)(2.0, jnp.int32(3)) == 3
+
+
+def test_no_gradient_is_made_of_none():
+    """JAX asks for the gradient of a result that nothing depends on where a loop takes it and forgets it."""
+    double = linear(lambda _, x: 2 * x, lambda _, gradient: 2 * gradient)
+    (equation,) = jax.make_jaxpr(lambda x: double((), x))(1.0).jaxpr.eqns
+    aval = equation.outvars[0].aval
+    back = ad.primitive_transposes[equation.primitive]
+    assert back([ad.Zero(aval)], ad.UndefinedPrimal(aval), **equation.params) == [None]
+    assert back([jnp.float32(3)], ad.UndefinedPrimal(aval), **equation.params) == [6.0]

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import trellis as tr
+from tests.models.small import CONFIGS
 from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.hardware.chips import target
@@ -19,6 +20,7 @@ from trellis.mesh import make_mesh
 from trellis.proof.report import as_json
 from trellis.proof.runs import prove_run
 from trellis.recipes import load_run
+from trellis.run.layouts import LayoutChoice, MeshSizes
 
 
 @pytest.fixture
@@ -154,6 +156,18 @@ def test_a_value_that_a_function_returns_twice_is_not_taken_for_a_partial_sum(fo
 
     x, w = jax.device_put(jax.random.normal(jax.random.key(0), (2, 2, 4)), NamedSharding(four, P()))
     proof = tr.prove(jax.grad(loss), x, w, on="v5e:2x2")
+    assert proof.proven, proof
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_run_whose_communication_the_compiler_places(family):
+    """TPUs have kernels for attention and for experts, which their compiler cannot slice."""
+    layout = LayoutChoice(mode="auto", preset="hybrid")
+    run, sizes = load_run("tiny"), dict(heads=4, kv_heads=2, head_dim=128)
+    model, data = dataclasses.replace(CONFIGS[family], **sizes), dataclasses.replace(run.data, sequence_length=128)
+    run = dataclasses.replace(run, model=model, data=data, mesh=MeshSizes(data=2, model=2), layout=layout)
+    proof = prove_run(run, target("v5e:2x2"), explain=False)
     assert proof.proven, proof
 
 

@@ -78,6 +78,8 @@ def sliced_by_compiler(x) -> bool:
     """Whether a compiler may slice what is done to a value, along mesh axes of several devices that are not by hand and
     in no type. It cannot slice kernels."""
     mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty:
+        mesh = jax.sharding.get_abstract_mesh()
     if mode_of(mesh) not in ("auto", "manual"):
         return False
     kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)

@@ -255,6 +255,21 @@ def test_refusals(arrays):
     )
 
 
+def test_kernels_are_not_where_a_compiler_slices(arrays):
+    """Mesh axes in auto mode, or those that a `shard_map` leaves to the compiler."""
+    mesh = make_mesh(axis_type="auto", data=2, model=4)
+    why = "got 'splash': compilers cannot slice a kernel, and along mesh axes in auto mode they have to"
+    q, k, v = (jnp.ones((4, 128, heads, 128), jnp.bfloat16) for heads in (4, 2, 2))
+    kernel = lambda q, k, v: attention(q, k, v, implementation="splash")
+    rows = jax.shard_map(kernel, mesh=mesh, axis_names={"data"}, in_specs=P("data"), out_specs=P("data"))
+    with jax.set_mesh(mesh):
+        assert why in refusal(AttentionError, lambda: jax.eval_shape(kernel, q, k, v))
+        assert why in refusal(AttentionError, lambda: jax.eval_shape(rows, q, k, v))
+        assert jax.eval_shape(attention, q, k, v).shape == q.shape
+    with jax.set_mesh(make_mesh(jax.devices()[:1], axis_type="auto", data=1)):
+        assert jax.eval_shape(kernel, q, k, v).shape == q.shape
+
+
 def test_refused_placements(arrays):
     q, k, v, *_ = arrays
     mesh = make_mesh(data=2, context=2, model=2)
