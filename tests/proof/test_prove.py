@@ -160,6 +160,30 @@ def test_a_value_that_a_function_returns_twice_is_not_taken_for_a_partial_sum(fo
 
 
 @pytest.mark.slow
+def test_whole_numbers_of_eight_bits_are_held_as_what_they_are_rounded_from():
+    """Rounded, two right programs are as far apart as a step of the numbers."""
+    proof = prove_run(load_run("tiny", {"precision.products.mlp": "int8"}), target("v5e:2x2"))
+    assert proof.proven and proof.unrounded and as_json(proof)["unrounded"], proof
+    assert "s8[" in proof.compiled.text and "int8        held as the floats" in str(proof)
+
+
+def test_a_product_of_whole_numbers_of_eight_bits(four):
+    """One that is too large is found, rounded or not."""
+    shape = {"batch": 64, "embed": 128, "mlp": 128}
+    layout = tr.Layout(four, {}, {"batch": "x"})
+
+    def product(x, w, by=1.0):
+        return tr.dot(x * by, tr.Narrow(w, "int8"), over="embed")
+
+    with layout:
+        x = tr.shard(tr.random.normal(jax.random.key(0), {n: shape[n] for n in ("batch", "embed")}))
+        w = tr.shard(tr.random.normal(jax.random.key(1), {n: shape[n] for n in ("embed", "mlp")}))
+        assert tr.prove(product, x, w, on="v5e:2x2").proven
+        wrong = tr.prove(partial(product, by=1.5), x, w, on="v5e:2x2", reference=product, explain=False)
+    assert not wrong.proven and wrong.error == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_run_whose_communication_the_compiler_places(family):
     """TPUs have kernels for attention and for experts, which their compiler cannot slice."""

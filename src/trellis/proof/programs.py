@@ -61,22 +61,33 @@ def proof_of(
     return dataclasses.replace(proof, seconds=watch.seconds)
 
 
-def _own_meaning(subject: Subject, compiled: Compiled, wide: type = np.float32) -> Subject:
-    """A subject that should have the results of the function on whole arrays, before a compiler has seen it."""
-    whole = Interpreter(full_text(subject.lowered), subject.mesh.size, wide=wide)
+def _own_meaning(subject: Subject, compiled: Compiled, **how: Any) -> Subject:
+    """A subject that should have the results of the function on whole arrays, before a compiler has seen it.
+
+    Args:
+        subject: without these.
+        compiled: the program, which has some of the function's arguments.
+        **how: `wide` and `rounds`, as of an `Interpreter`.
+    """
+    whole = Interpreter(full_text(subject.lowered), subject.mesh.size, **how)
     return _wanting([result[0] for result in whole([subject.given[i][None] for i in compiled.kept])], subject)
 
 
 def _in_float64(proof: Proof, subject: Subject, compiled: Compiled, bound: float) -> Proof:
-    """The proof again with floats of 64 bits, in which rounding makes nothing of what a mistake makes.
+    """The proof again with floats of 64 bits, in which rounding makes nothing of what a mistake makes, and then without
+    the roundings to whole numbers of eight bits.
 
     It stays as it was if a result is wrong there, too, or if something in the program asks for the bits of a number.
     """
-    try:
-        again = _own_meaning(subject, compiled, np.float64).execute(compiled, bound=bound, wide=np.float64)
-    except (Failed, NotInterpreted):
-        return proof
-    return dataclasses.replace(again, rounding=proof.error) if again.proven else proof
+    for rounds in (True, False):
+        how = dict(wide=np.float64, rounds=rounds)
+        try:
+            again = _own_meaning(subject, compiled, **how).execute(compiled, bound=bound, **how)
+        except (Failed, NotInterpreted):
+            continue
+        if again.proven and (rounds or again.unrounded):
+            return dataclasses.replace(again, rounding=proof.error)
+    return proof
 
 
 def _wanting(meant: Sequence[np.ndarray], subject: Subject) -> Subject:

@@ -136,7 +136,13 @@ class Subject:
         )
 
     def execute(
-        self, compiled: Compiled, *, text: str | None = None, bound: float = BOUND, wide: type = np.float32
+        self,
+        compiled: Compiled,
+        *,
+        text: str | None = None,
+        bound: float = BOUND,
+        wide: type = np.float32,
+        rounds: bool = True,
     ) -> "Proof":
         """Executes the compiled program, or another one with the same arguments and results, and compares.
 
@@ -145,8 +151,10 @@ class Subject:
             text: the other one's.
             bound: what deviations may be.
             wide: what floats are held in.
+            rounds: whether what becomes whole numbers of eight bits is rounded.
         """
-        interpreter, parts = Interpreter(text or compiled.text, self.mesh.size, wide=wide), self.parts(compiled)
+        interpreter = Interpreter(text or compiled.text, self.mesh.size, wide=wide, rounds=rounds)
+        parts = self.parts(compiled)
         self._fits(most_bytes(interpreter, parts))
         found, fault = (), ""
         try:
@@ -156,8 +164,9 @@ class Subject:
         outputs = self.compare(found, self.results(compiled), bound)
         kernels = tuple(sorted(interpreter.opaque))
         matched = structure_of(self.ledger, text or compiled.text, self.mesh)
-        mesh = dict(self.mesh.shape)
-        return Proof(self.name, self.target.name, mesh, outputs, kernels, fault, compiled, found, matched)
+        mesh, unrounded = dict(self.mesh.shape), bool(interpreter.unrounded)
+        whole = (self.name, self.target.name, mesh, outputs, kernels, fault, compiled, found, matched)
+        return Proof(*whole, unrounded=unrounded)
 
     def _fits(self, needed: int) -> None:
         """Refuses what this machine has no memory for.
@@ -225,6 +234,7 @@ class Proof:
         rounded: how far the step for one device, as it is written, is from float32, if results are compared with it.
         rounding: the largest deviation in float32, if it is more than may be, and floats of 64 bits, with which this
             proof is then made, show that it is rounding.
+        unrounded: whether what becomes whole numbers of eight bits is held as the floats that it is made of.
         unknown: what the interpreter does not know of the step for one device, as it is written, if it does not.
         between: whether a token stands between two experts, so that two right programs may be far apart.
         finding: what made it wrong, if it is.
@@ -243,6 +253,7 @@ class Proof:
     structure: Structure
     rounded: float | None = None
     rounding: float | None = None
+    unrounded: bool = False
     unknown: str = ""
     between: bool = False
     finding: Finding | None = None

@@ -43,6 +43,8 @@ def _head(proof: Proof) -> str:
         )
     if proof.rounding is not None:
         lines.append(f"  floats      of 64 bits: with 32, rounding makes deviations of up to {proof.rounding:.0e}")
+    if proof.unrounded:
+        lines.append("  int8        held as the floats that it is rounded from: rounded, right programs would differ")
     return "\n".join(lines)
 
 
@@ -146,6 +148,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "error": finite(proof.error),
         "rounded": proof.rounded,
         "rounding": proof.rounding and finite(proof.rounding),
+        "unrounded": proof.unrounded,
         "unknown": proof.unknown,
         "between": proof.between,
         "fault": proof.fault,

@@ -71,6 +71,9 @@ def prove_run(
     watch.note("compiling")
     proof, bound = subject.execute(compiled), BOUND
     watch.note("executing")
+    if not proof.proven and not proof.fault and (exact := _unrounded(subject, compiled)):
+        proof = exact
+        watch.note("not rounded")
     if not proof.proven and not proof.fault:
         written, rounded, unknown = trial.written(reference, compiled)
         proof = dataclasses.replace(proof, unknown=unknown)
@@ -83,6 +86,16 @@ def prove_run(
         proof = dataclasses.replace(proof, finding=subject.why(compiled, bound))
         watch.note("looking for the reason")
     return dataclasses.replace(proof, between=reference.between, fitted=tuple(trial.fitted), seconds=watch.seconds)
+
+
+def _unrounded(subject: Subject, compiled: Compiled) -> Proof | None:
+    """The proof without roundings to whole numbers of eight bits, which the step in float32 does not make; None
+    if it is none, or if there are no such roundings."""
+    try:
+        proof = subject.execute(compiled, rounds=False)
+    except (Failed, NotInterpreted):
+        return None
+    return proof if proof.proven and proof.unrounded else None
 
 
 @dataclasses.dataclass(frozen=True)

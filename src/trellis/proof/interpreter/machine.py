@@ -26,6 +26,7 @@ from trellis.proof.interpreter import (
     windows,
 )
 from trellis.proof.interpreter.layouts import ArrayType, Type, parse_type
+from trellis.proof.interpreter.unrounded import unrounded
 from trellis.proof.interpreter.values import NO_DATA, Failed, Faulty, NotInterpreted, Team, Value, held_as
 from trellis.proof.interpreter.whole import mesh_of
 
@@ -78,6 +79,7 @@ class Interpreter:
         program: its text, printed with large constants, or what `parse_program` made of it.
         num_devices: the devices that it was compiled for; None reads the text's `num_partitions`.
         wide: the type that floats of every width are held in.
+        rounds: whether what becomes whole numbers of eight bits is rounded to them (`unrounded`).
         observe: called with each operation's result.
 
     Raises:
@@ -91,6 +93,7 @@ class Interpreter:
         num_devices: int | None = None,
         *,
         wide: type | np.dtype = np.float32,
+        rounds: bool = True,
         observe: Observer | None = None,
     ):
         if num_devices is None and isinstance(program, str):
@@ -100,6 +103,7 @@ class Interpreter:
         self.program = parse_program(program) if isinstance(program, str) else program
         self.num_devices = num_devices or 1
         self.wide = np.dtype(wide)
+        self.unrounded = frozenset() if rounds else unrounded(self.program)
         self.observe = observe
         self._plans: dict[str, list] = {}
         self._scalars: set[str] = set()

@@ -47,8 +47,16 @@ def viewed(before: ArrayType, after: ArrayType, machine, name: str) -> Callable[
         return lambda x: of_words(x, before, after)
     if held[0].itemsize == held[1].itemsize and not {before.dtype, after.dtype} & {"bf16", "f16"}:
         return lambda x: np.ascontiguousarray(bitcast(x, before, after)).view(held[1])
-    # Bytes of floats that are held in fewer bytes are no numbers (`taken_apart`).
-    either = lambda x: put_together(x, before, after) if x.dtype.names else in_other_items(x, before, after, held[1])
+
+    def either(x: np.ndarray) -> np.ndarray:
+        if x.dtype.names == ("floats",):
+            return of_words(x, before, after)
+        if x.dtype.names:  # bytes of floats that are held in fewer bytes are no numbers (`taken_apart`)
+            return put_together(x, before, after)
+        if machine.unrounded and x.dtype.kind == "f" and held[0].kind == "i":
+            return as_words(x, before, after)
+        return in_other_items(x, before, after, held[1])
+
     whole = all(h.itemsize * 8 == item_bits(kind.dtype) for h, kind in zip(held, (before, after), strict=True))
     alike = whole and held[0].itemsize * len(in_memory(before)) == held[1].itemsize * len(in_memory(after))
     unpadded = all((in_memory(kind) >= 0).all() for kind in (before, after))
@@ -162,6 +170,7 @@ def _dynamic_update_slice(instruction: Instruction, machine) -> Callable:
     def run(values, team):
         x, new, starts = values[0], values[1], _starts(values[2:], room)
         cut = lambda at: tuple(slice(s, s + n) for s, n in zip(at, part))
+        x = x.astype(np.result_type(x, new), copy=False) if machine.unrounded else x
         same = len(starts) == 1 or (starts == starts[0]).all()
         alike = same and len(x) == len(new) == 1
         out = x.copy() if alike else np.array(spread(x, team))
