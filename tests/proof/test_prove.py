@@ -195,6 +195,20 @@ def test_a_run_whose_communication_the_compiler_places(family):
     assert proof.proven, proof
 
 
+def test_devices_that_wait_for_each_other(four):
+    """Two of four take a branch with a sum over all of them."""
+
+    def some(x):
+        first = jax.lax.axis_index("x") < 2
+        return jax.lax.cond(first, lambda x: jax.lax.psum(x, "x"), lambda x: x * 2, x)
+
+    fn = jax.shard_map(some, mesh=four, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    proof = tr.prove(fn, jax.device_put(jnp.arange(8.0), NamedSharding(four, P("x"))), on="v5e:2x2", reference=jnp.sin)
+    assert not proof.proven and proof.error == jnp.inf and not proof.outputs
+    assert str(proof).splitlines()[-1].startswith("NOT PROVEN: the program does not run to its end: ")
+    assert "devices wait for device" in proof.fault and as_json(proof)["fault"] == proof.fault
+
+
 def test_infinities_and_nans_hide_nothing(four):
     """They have to be where they should be (the last device has nothing else), and beside them numbers are compared."""
     x = jax.device_put(jnp.linspace(-2, 2, 64).reshape(8, 8), NamedSharding(four, P("x")))

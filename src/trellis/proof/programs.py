@@ -55,7 +55,7 @@ def proof_of(
     if reference is None and not proof.proven and not proof.fault:
         proof = _in_float64(proof, subject, compiled, bound)
         watch.note("in float64")
-    if explain and not proof.proven:
+    if explain and not proof.proven and not proof.fault:
         proof = dataclasses.replace(proof, finding=subject.why(compiled, bound))
         watch.note("looking for the reason")
     return dataclasses.replace(proof, seconds=watch.seconds)

@@ -161,7 +161,7 @@ class Subject:
             found = tuple(interpreter(parts))
         except Faulty as error:
             fault = str(error)
-        outputs = self.compare(found, self.results(compiled), bound)
+        outputs = () if fault else self.compare(found, self.results(compiled), bound)
         kernels = tuple(sorted(interpreter.opaque))
         matched = structure_of(self.ledger, text or compiled.text, self.mesh)
         mesh, unrounded = dict(self.mesh.shape), bool(interpreter.unrounded)

@@ -17,7 +17,8 @@ def text(proof: Proof, most: int = 40) -> str:
         proof: it.
         most: parameters that are shown, those that deviate most.
     """
-    return "\n\n".join(part for part in (_head(proof), _table(proof, most), _verdict(proof)) if part)
+    table = _table(proof, most) if proof.outputs else ""
+    return "\n\n".join(part for part in (_head(proof), table, _verdict(proof)) if part)
 
 
 def _head(proof: Proof) -> str:

@@ -82,7 +82,7 @@ def prove_run(
             subject, bound = trial.subject(written), max(BOUND, rounded / 10)
             outputs = subject.compare(proof.results, subject.results(compiled), bound)
             proof = dataclasses.replace(proof, outputs=outputs, rounded=rounded)
-    if explain and not proof.proven:
+    if explain and not proof.proven and not proof.fault:
         proof = dataclasses.replace(proof, finding=subject.why(compiled, bound))
         watch.note("looking for the reason")
     return dataclasses.replace(proof, between=reference.between, fitted=tuple(trial.fitted), seconds=watch.seconds)
