@@ -253,7 +253,8 @@ def sums_of_own_slices() -> None:
     (docs/published-bugs.md, 42). JAX 0.12.0 is right.
 
     What a function returns that is called twice lies alike in both calls for libtpu. If one of them is whole and
-    the other is made a partial sum, the latter is taken for one, and what every device holds whole is summed (44).
+    the other is made a partial sum, the latter is taken for one, and what every device holds whole is summed (44; JAX
+    0.12.0 is right).
 
     If the private names are missing, nothing changes.
     """

@@ -168,7 +168,7 @@ class LayoutChoice:
     where an operation gathers without being asked."""
     mode: Literal["explicit", "auto"] = "explicit"
     """What places communication: the types, or the compiler. Choose auto to compare with what the compiler places by
-    itself."""
+    itself; on TPUs and GPUs it then runs without the kernels of attention and experts, which no compiler can slice."""
     context: Kind = "ring"
     """How attention reaches keys of other slices along mesh.context: ring passes keys and values from device to device
     beside the kernels, gather gathers them, exchange swaps slices of positions for slices of heads and back. Choose
