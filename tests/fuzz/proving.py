@@ -43,8 +43,10 @@ def check(case: Case, on: str) -> Outcome:
         try:
             proof = tr.prove(eval(case.wrapped("ours", "eager"), space), *args, on=on, bound=TOLERANCE, explain=False)
         except TrellisError as error:
-            # A program that runs without `jit` is proven in it; and of NaNs alone nothing is proven.
-            if case.run == "eager" and not str(error).startswith("The interpreter") or "not one entry" in str(error):
+            # A program that runs without `jit` is proven in it; of NaNs alone nothing is proven; and a compiler of GPUs
+            # has no tiles for some odd sizes.
+            known = ("A proof needs a result with numbers", "A program must compile before it can be executed")
+            if str(error).startswith(known) or case.run == "eager" and not str(error).startswith("The interpreter"):
                 return Outcome("kept out", str(error), str(error).split("\n")[0][:60])
             return Outcome("unknown", str(error), " ".join(str(error).split("\n")[1:])[:60])
         except Exception as error:
