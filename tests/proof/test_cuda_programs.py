@@ -263,3 +263,35 @@ def _convolution(way, given, wanted, window, groups, how='"activation_mode":"kNo
         ["HloModule m", "ENTRY main () -> f32[] {", *lines]
         + [f"  ROOT call = {result} custom-call({operands}), {attributes}", "}"]
     )
+
+
+BLOCK_SCALED = """HloModule m
+ENTRY main () -> f32[1,128,128] {
+  x = f8e4m3fn[1,128,64]{2,1,0} parameter(0)
+  y = f8e4m3fn[1,128,64]{2,1,0} parameter(1)
+  a = f8e8m0fnu[1,128,4]{2,1,0} parameter(2)
+  b = f8e8m0fnu[1,128,4]{2,1,0} parameter(3)
+  both = (f32[1,128,128]{2,1,0}, u8[0]{0}) custom-call(%x, %y, %a, %b), custom_call_target="__cudnn$blockScaledDot"
+  ROOT out = f32[1,128,128]{2,1,0} get-tuple-element(%both), index=0
+}
+"""
+
+
+def test_a_product_of_blocks_with_scales():
+    """cuDNN has the scale of row r and block j at place 16 * (r % 32) + 4 * (r // 32) + j of a tile; two of four blocks
+    here are padding."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(2, 128, 64)).astype(np.float32)
+    tiles = 2.0 ** random.integers(-3, 4, (2, 512)).astype(np.float32)
+    rows, blocks = np.arange(128)[:, None], np.arange(64)[None] // 32
+    wide = [v * scales[16 * (rows % 32) + 4 * (rows // 32) + blocks] for v, scales in zip((x, y), tiles, strict=True)]
+    found = Interpreter(BLOCK_SCALED)([x[None, None], y[None, None], *tiles.reshape(2, 1, 1, 128, 4)])
+    np.testing.assert_allclose(found[0][0, 0], wide[0] @ wide[1].T, rtol=2e-5, atol=1e-3)
+    with pytest.raises(NotInterpreted, match="blockScaledDot of f8e4m3fn, f8e4m3fn, bf16, bf16"):
+        other = BLOCK_SCALED.replace("f8e8m0fnu", "bf16")
+        Interpreter(other)([x[None, None], y[None, None], *tiles.reshape(2, 1, 1, 128, 4)])
+
+
+def test_numbers_of_four_bits_are_not_interpreted():
+    with pytest.raises(NotInterpreted, match="numbers of four bits, to which gradients are rounded at random"):
+        Interpreter(BLOCK_SCALED.replace("f8e4m3fn", "f4e2m1fn"))([np.zeros((1, 1, 128, 64))] * 4)

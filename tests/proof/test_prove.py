@@ -167,6 +167,13 @@ def test_whole_numbers_of_eight_bits_are_held_as_what_they_are_rounded_from():
     assert "s8[" in proof.compiled.text and "int8        held as the floats" in str(proof)
 
 
+@pytest.mark.slow
+def test_blocks_of_floats_of_eight_bits_are_proven():
+    run = load_run("tiny", {"precision.products.mlp": "mxfp8", "model.embed": "128", "model.mlp": "256"})
+    proof = prove_run(run, target("v5e:2x2"))
+    assert proof.proven and not proof.unrounded and "f8e8m0fnu[" in proof.compiled.text, proof
+
+
 def test_a_product_of_whole_numbers_of_eight_bits(four):
     """One that is too large is found, rounded or not."""
     shape = {"batch": 64, "embed": 128, "mlp": 128}

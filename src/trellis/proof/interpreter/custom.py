@@ -150,6 +150,7 @@ KERNELS: Mapping[str, Callable] = {
     **kernels.SPLASH,
     **kernels.FURTHER,
     **kernels.CUDNN,
+    **kernels.BLOCK_SCALED,
     **kernels.CONVOLUTION,
     **kernels.GROUPED,
     **kernels.ACTIVATIONS,

@@ -19,7 +19,7 @@ _INTEGERS = {"pred": "bool", "s4": "int8", "s8": "int8", "s16": "int16", "s32": 
              "u4": "uint8", "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64"}  # fmt: skip
 FLOATS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64,
           "f8e4m3fn": ml_dtypes.float8_e4m3fn, "f8e5m2": ml_dtypes.float8_e5m2, "f8e4m3": ml_dtypes.float8_e4m3,
-          "f8e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz}  # fmt: skip
+          "f8e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz, "f8e8m0fnu": ml_dtypes.float8_e8m0fnu}  # fmt: skip
 COMPLEX = ("c64", "c128")
 NO_DATA = ("token", "opaque")
 
@@ -66,6 +66,8 @@ def held_as(dtype: str, wide: np.dtype) -> np.dtype:
         return np.dtype(wide)
     if dtype in COMPLEX:
         return np.result_type(wide, np.complex64)
+    if dtype == "f4e2m1fn":
+        raise NotInterpreted("numbers of four bits, to which gradients are rounded at random")
     raise NotInterpreted(f"the element type {dtype}")
 
 

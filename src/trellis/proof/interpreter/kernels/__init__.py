@@ -1,6 +1,7 @@
 """What opaque kernels compute: references in numpy that stand in for them when a program is executed here."""
 
 from trellis.proof.interpreter.kernels.activations import KERNELS as ACTIVATIONS
+from trellis.proof.interpreter.kernels.block_scaled import KERNELS as BLOCK_SCALED
 from trellis.proof.interpreter.kernels.convolution import KERNELS as CONVOLUTION
 from trellis.proof.interpreter.kernels.cudnn import KERNELS as CUDNN
 from trellis.proof.interpreter.kernels.further import KERNELS as FURTHER
