@@ -23,6 +23,7 @@ from trellis.notation.typeof import is_named, typeof
 from trellis.plan.compile import Compiled, compiler_devices, platform_of_target
 from trellis.program.trace import first_mesh, mesh_of, trace
 from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
+from trellis.proof.interpreter.unrounded import rounds
 from trellis.proof.placing import numbers_of, plain
 from trellis.proof.proof import Proof, Subject, Wanted, Watch
 
@@ -79,13 +80,13 @@ def _in_float64(proof: Proof, subject: Subject, compiled: Compiled, bound: float
 
     It stays as it was if a result is wrong there, too, or if something in the program asks for the bits of a number.
     """
-    for rounds in (True, False):
-        how = dict(wide=np.float64, rounds=rounds)
+    for rounded in (True, False) if rounds(compiled.text) else (True,):
+        how = dict(wide=np.float64, rounds=rounded)
         try:
             again = _own_meaning(subject, compiled, **how).execute(compiled, bound=bound, **how)
         except (Failed, NotInterpreted):
             continue
-        if again.proven and (rounds or again.unrounded):
+        if again.proven:
             return dataclasses.replace(again, rounding=proof.error)
     return proof
 

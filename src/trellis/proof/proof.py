@@ -164,9 +164,18 @@ class Subject:
         outputs = () if fault else self.compare(found, self.results(compiled), bound)
         kernels = tuple(sorted(interpreter.opaque))
         matched = structure_of(self.ledger, text or compiled.text, self.mesh)
-        mesh, unrounded = dict(self.mesh.shape), bool(interpreter.unrounded)
-        whole = (self.name, self.target.name, mesh, outputs, kernels, fault, compiled, found, matched)
-        return Proof(*whole, unrounded=unrounded)
+        return Proof(
+            name=self.name,
+            target=self.target.name,
+            mesh=dict(self.mesh.shape),
+            outputs=outputs,
+            kernels=kernels,
+            fault=fault,
+            compiled=compiled,
+            results=found,
+            structure=matched,
+            unrounded=bool(interpreter.unrounded),
+        )
 
     def _fits(self, needed: int) -> None:
         """Refuses what this machine has no memory for.

@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trellis._compat import full_text
 from trellis.hardware.chips import Target
-from trellis.inspect.hlo import parse_program
 from trellis.inspect.ledger import ledger_of
 from trellis.notation.typeof import typeof
 from trellis.plan.adapt import adapt
@@ -17,7 +16,7 @@ from trellis.plan.compile import Compiled, compiler_devices, platform_of_target
 from trellis.plan.prepared import Prepared, prepare
 from trellis.proof.comparing import BOUND
 from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
-from trellis.proof.interpreter.unrounded import unrounded
+from trellis.proof.interpreter.unrounded import rounds
 from trellis.proof.one_device import Reference, on_one_device
 from trellis.proof.proof import Proof, Subject, Wanted, Watch
 from trellis.proof.shrinking import shrunk
@@ -93,7 +92,7 @@ def prove_run(
 def _unrounded(subject: Subject, compiled: Compiled) -> Proof | None:
     """The proof without roundings to whole numbers of eight bits, which the step in float32 does not make; None
     if it is none, or if there are no such roundings."""
-    if not unrounded(parse_program(compiled.text)):
+    if not rounds(compiled.text):
         return None
     try:
         proof = subject.execute(compiled, rounds=False)

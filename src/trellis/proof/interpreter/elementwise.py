@@ -131,13 +131,7 @@ def _elementwise(instruction: Instruction, machine) -> Callable:
         return _same(instruction, machine)
     function = (UNARY | BINARY)[instruction.op]
     dtype = machine.dtype(instruction)
-
-    def run(values, team):
-        if machine.unrounded and dtype.kind == "i" and any(v.dtype.kind == "f" for v in values):
-            return function(*values).astype(machine.wide, copy=False)
-        return function(*values).astype(dtype, copy=False)
-
-    return run
+    return lambda values, team: machine.typed(function(*values), dtype)
 
 
 def _compare(instruction: Instruction, machine) -> Callable:
@@ -162,8 +156,7 @@ def _select(instruction: Instruction, machine) -> Callable:
         which, yes, no = values
         if isinstance(yes, tuple) or yes is None:
             raise NotInterpreted("select of a tuple")
-        found = np.where(_widened(which, yes.ndim), yes, no)
-        return found if machine.unrounded and found.dtype.kind == "f" else found.astype(dtype, copy=False)
+        return machine.typed(np.where(_widened(which, yes.ndim), yes, no), dtype)
 
     return run
 
@@ -185,8 +178,8 @@ def _convert(instruction: Instruction, machine) -> Callable:
     dtype = machine.dtype(instruction)
     if instruction.name in machine.unrounded:
         return _same(instruction, machine)
-    if machine.unrounded and machine.held(machine.operand_types(instruction)[0].dtype).kind == "i" == dtype.kind:
-        return lambda values, team: values[0] if values[0].dtype.kind == "f" else converted(values[0], dtype)
+    if machine.held(machine.operand_types(instruction)[0].dtype).kind == "i" == dtype.kind:
+        return lambda values, team: machine.typed(values[0], dtype)
     return lambda values, team: converted(values[0], dtype)
 
 

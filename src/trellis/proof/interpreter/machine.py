@@ -237,6 +237,11 @@ class Interpreter:
             kind = kind[0]
         return self.held(kind.dtype)
 
+    def typed(self, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """A result in its type; whole numbers that are made of floats which were not rounded stay floats."""
+        unrounded = self.unrounded and dtype.kind == "i" and x.dtype.kind == "f"
+        return x.astype(self.wide if unrounded else dtype, copy=False)
+
     @staticmethod
     def integers(instruction: Instruction, name: str) -> tuple[int, ...]:
         """An attribute's integers, such as those of `dimensions={0,2}`."""

@@ -1,7 +1,7 @@
 """Matrix products: dots, and convolutions, which a TPU's compiler makes of them."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -52,12 +52,6 @@ def _summed(x: np.ndarray, labels: list, needed: set) -> tuple[np.ndarray, list]
     return (x.sum(gone) if gone else x), [n for n in labels if n in needed]
 
 
-def _alike(values: Sequence[np.ndarray], dtype: np.dtype, machine) -> list[np.ndarray]:
-    """Both factors in the type of their product, or as floats if they were not rounded."""
-    held = machine.wide if any(v.dtype.kind == "f" for v in values) else dtype
-    return [v.astype(held, copy=False) for v in values]
-
-
 def _dot(instruction: Instruction, machine) -> Callable:
     dtype = machine.dtype(instruction)
     left, right = (len(t.shape) for t in machine.operand_types(instruction)[:2])
@@ -74,7 +68,7 @@ def _dot(instruction: Instruction, machine) -> Callable:
     out += [n for i, n in enumerate(labels[1]) if i not in mine]
 
     def run(values, team):
-        x, y = _alike(values[:2], dtype, machine)
+        x, y = (machine.typed(v, dtype) for v in values[:2])
         return contract(x, labels[0], y, labels[1], out)
 
     return run
@@ -96,7 +90,7 @@ def _convolution(instruction: Instruction, machine) -> Callable:
     out: list = [{"b": "b", "f": "o"}.get(label, label) for label in outputs]
 
     def run(values, team):
-        x, y = _alike(values, dtype, machine)
+        x, y = (machine.typed(v, dtype) for v in values)
         x_labels: list = [{"f": "i"}.get(label, label) for label in inputs]
         y_labels: list = list(kernel)
         wanted = list(out)

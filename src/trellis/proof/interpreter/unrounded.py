@@ -7,7 +7,7 @@ program can therefore be run without these roundings; what is cast is then held 
 
 from collections import defaultdict
 
-from trellis.inspect.hlo import Instruction, Program
+from trellis.inspect.hlo import Instruction, Program, parse_program
 
 _CAST = "s8"
 _THROUGH = ("bitcast", "broadcast", "clamp", "copy", "maximum", "minimum", "reshape", "select", "transpose")
@@ -29,6 +29,11 @@ def unrounded(program: Program) -> frozenset[str]:
             casts = _casts(instruction, program, readers, callers)
             found |= {instruction.name, *casts} if casts else set()
     return frozenset(found)
+
+
+def rounds(text: str) -> bool:
+    """Whether a program, by its text, rounds to whole numbers of eight bits."""
+    return bool(unrounded(parse_program(text)))
 
 
 def _casts(rounding: Instruction, program: Program, readers: dict, callers: dict) -> set[str]:
