@@ -34,6 +34,11 @@ def mapped_over() -> frozenset[str]:
     return frozenset(axis for data in mapped for axis in getattr(data, "explicit_mesh_axis", None) or ())
 
 
+def maps_around() -> bool:
+    """Whether this code is within a `vmap`, by a private name of JAX 0.10.2 to 0.12.0."""
+    return any(getattr(trace, "axis_data", None) is not None for trace in _traces_around())
+
+
 def derivatives_around() -> int:
     """How many derivatives are taken around this code, one in another, by private names of JAX 0.10.2 to 0.12.0."""
     return sum(type(trace).__name__ in ("JVPTrace", "LinearizeTrace") for trace in _traces_around())

@@ -215,6 +215,24 @@ def test_parts_side_by_side(family):
     with_routing(model, wanted, routing, sizes, choice)
 
 
+# Where the compiler places communication, except in attention and in experts: key heads whole beside sliced query heads
+# and positions, which its partitioner gets wrong by itself (docs/published-bugs.md, 22); a ring with sinks and windows,
+# and experts whose tokens are exchanged; and one of each kind of layer of which two devices compute a part.
+BY_COMPILER = {
+    "llama": (MeshSizes(data=2, model=4), {"params": WHOLE, "compute": WHOLE}),
+    "gpt_oss": (MeshSizes(data=1, expert=2, context=4), {}),
+    "deepseek_v3": (MeshSizes(data=2, expert=2, model=2), {"context": "exchange"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BY_COMPILER)
+def test_where_the_compiler_places(family):
+    sizes, entries = BY_COMPILER[family]
+    model, *wanted = one_device(family)
+    assert_alike(model, wanted, sizes, LayoutChoice(mode="auto", **entries), 8)
+
+
 def with_routing(model, wanted, routing, sizes, choice):
     """`assert_alike` of the same parameters, their tokens routed otherwise."""
     config = dataclasses.replace(model.config, routing=routing)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -94,13 +95,15 @@ def first_state(family):
 
 
 def put(state, abstract):
-    """A state from the host onto the devices of an abstract one; a vocabulary that is padded there gets zeros."""
+    """A state from the host onto the devices of an abstract one; a vocabulary that is padded there gets zeros, or the
+    ones of a type that has no zero."""
     state = dataclasses.replace(state, key=jax.random.key(5))
 
     def leaf(x, like):
         array, wanted = (x.array, like.array) if is_named(x) else (x, like)
         if array.shape != wanted.shape:
-            array = np.pad(array, [(0, more - have) for have, more in zip(array.shape, wanted.shape, strict=True)])
+            more = [(0, most - have) for have, most in zip(array.shape, wanted.shape, strict=True)]
+            array = np.pad(array, more, constant_values=int(wanted.dtype == jnp.float8_e8m0fnu))
         array = jax.device_put(array, wanted.sharding)
         return x.with_array(array) if is_named(x) else array
 

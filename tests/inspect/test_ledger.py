@@ -209,11 +209,29 @@ def test_a_permute_to_itself_moves_nothing():
     assert len(ledger(still, placed((8, 4), "data", None))) == 0
 
 
-def test_auto_mode_is_said_to_be_unknown():
+def test_in_auto_mode_rows_are_estimates():
+    """By where the arguments lie and what constraints say; equal factors of a sum are not gathered."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     found = ledger(lambda x, w: x @ w, placed((8, 4), "data", None, mesh=mesh), placed((4, 4), "data", None, mesh=mesh))
     assert found.auto == ("data", "model")
-    assert str(found) == "not known: what the compiler moves along data, model (auto mode)"
+    (gathered,) = found  # each device has its own rows of the result, and needs all of `w`
+    assert (gathered.kind, gathered.axes, gathered.payload) == ("all-gather", ("data",), 64)
+    assert gathered.note == "the compiler chooses"
+    tail = "the compiler chooses what moves along data, model (auto mode)"
+    assert str(found).endswith(f"{tail}; rows are what the program tells it")
+    assert str(ledger(jnp.sin, placed((8, 4), "data", None, mesh=mesh))) == tail
+
+    def constrained(x, w):
+        return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P("data", None)))
+
+    rows = ledger(constrained, placed((8, 4), "data", "model", mesh=mesh), placed((4, 4), "model", None, mesh=mesh))
+    assert [(row.kind, row.axes, row.payload) for row in rows] == [("all-reduce", ("model",), 32)]
+    compiled = (
+        jax.jit(constrained)
+        .lower(*(placed(s, *d, mesh=mesh) for s, d in (((8, 4), ("data", "model")), ((4, 4), ("model", None)))))
+        .compile()
+    )
+    assert compare(rows, collectives(compiled, mesh)) is not None
 
 
 def test_arguments_that_are_not_arrays_are_passed_as_they_are():

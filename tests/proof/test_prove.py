@@ -193,13 +193,14 @@ def test_a_product_of_whole_numbers_of_eight_bits(four):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_run_whose_communication_the_compiler_places(family):
-    """TPUs have kernels for attention and for experts, which their compiler cannot slice."""
+    """TPUs have kernels for attention and for experts, which their compiler cannot slice: the layout does."""
     layout = LayoutChoice(mode="auto", preset="hybrid")
     run, sizes = load_run("tiny"), dict(heads=4, kv_heads=2, head_dim=128)
     model, data = dataclasses.replace(CONFIGS[family], **sizes), dataclasses.replace(run.data, sequence_length=128)
     run = dataclasses.replace(run, model=model, data=data, mesh=MeshSizes(data=2, model=2), layout=layout)
     proof = prove_run(run, target("v5e:2x2"), explain=False)
-    assert proof.proven, proof
+    assert proof.proven and any("splash" in name for name in proof.kernels), proof
+    assert ("ragged-dot-none" in proof.kernels) == (family == "mixtral"), proof
 
 
 def test_devices_that_wait_for_each_other(four):

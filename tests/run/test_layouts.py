@@ -132,19 +132,6 @@ def test_compiler_places_in_auto_mode():
     assert set(layout.mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
-def test_what_the_compiler_places_wrong_is_refused():
-    """Loss right, gradients of keys wrong by as much as their size: llama, two key heads, data=2, model=4."""
-    mesh, auto = MeshSizes(data=2, model=4), LayoutChoice(mode="auto")
-    few = {"heads": 8, "kv_heads": 2}
-    with pytest.raises(UserError, match="key heads must be sliced like query heads") as error:
-        make_layout(mesh, auto, jax.devices(), few)
-    assert error.value.seen == "heads and pos over model=4, kv_heads whole, layout.mode=auto"
-    assert error.value.where == "layout.mode" and "--layout.mode explicit" in error.value.fix
-    for right in (LayoutChoice(), LayoutChoice(mode="auto", preset="tensor")):
-        make_layout(mesh, right, jax.devices(), few)
-    make_layout(mesh, auto, jax.devices(), {"heads": 8, "kv_heads": 4})
-
-
 def test_overlap_drops_out_with_its_mesh_axis():
     choice = LayoutChoice(overlap=("mlp", "heads"))
     assert make_layout(MeshSizes(data=4, model=2), choice, jax.devices()).overlap == ("mlp", "heads")

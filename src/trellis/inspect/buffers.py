@@ -76,7 +76,7 @@ def describe(value: Value, reader: Operation, program: Program) -> tuple[str, st
     if not name:
         looped = slices.maker is None and slices.outer is not None
         name = "carry between layers" if looped else f"{maker.name} in {maker.label}".removesuffix(" in ")
-    return name, typed(value.aval, _dims(maker.scope, value.shape)), maker.source or reader.source
+    return name, typed(value.aval, _dims(maker.scope, value.shape), value.placed), maker.source or reader.source
 
 
 def _dims(scope: str, shape: tuple[int, ...]) -> tuple[str, ...] | None:

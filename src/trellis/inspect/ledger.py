@@ -32,8 +32,9 @@ def ledger(fn: Callable, *args, **kwargs) -> Ledger:
             shardings. Leaves that are not arrays are passed as they are.
 
     Returns:
-        The rows in program order. `print` it for a table. Over mesh axes in auto mode, where types say nothing, only
-        what `shard_map` does is known; `Ledger.auto` names them.
+        The rows in program order. `print` it for a table. Over mesh axes in auto mode, which `Ledger.auto` names, types
+        say nothing: what `shard_map` does is known, and other rows are estimates, by where the arguments lie and what
+        sharding constraints say.
 
     Raises:
         PendingSumError: a sum that is settled in a loop is made pending again there, which compilers get wrong.

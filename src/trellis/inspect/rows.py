@@ -90,7 +90,7 @@ class Ledger:
     Attributes:
         rows: in program order.
         mesh: the sizes of the mesh axes that were met.
-        auto: mesh axes in auto mode, along which the compiler moves what it likes and the types do not say.
+        auto: mesh axes in auto mode, along which the compiler moves what it likes: rows are what it is told.
     """
 
     rows: tuple[Row, ...]
@@ -182,7 +182,8 @@ class Ledger:
         return json.dumps(self.as_dict())
 
     def __str__(self) -> str:
-        unknown = f"not known: what the compiler moves along {', '.join(self.auto)} (auto mode)" if self.auto else ""
+        unknown = f"the compiler chooses what moves along {', '.join(self.auto)} (auto mode)" if self.auto else ""
+        unknown += "; rows are what the program tells it" if self.auto and self.rows else ""
         if not self.rows:
             return unknown or "no communication"
         merged: dict[Row, int] = {}

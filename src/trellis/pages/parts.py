@@ -49,9 +49,9 @@ def communication(about: Mapping[str, Any], ledger: str) -> Markup | None:
         return None
     nothing: dict[str, Any] = {"per_axis": {}, "per_kind": {}, "total": 0, "count": 0}
     sums = about.get("ledger") or nothing
-    if sums.get("auto"):
-        along = ", ".join(sums["auto"])
-        return section("Communication", tag("p", f"The compiler chooses what moves along {along}.", class_="note"))
+    along = f"; the compiler chooses along {', '.join(sums['auto'])}" if sums.get("auto") else ""
+    if not sums["total"] and along:
+        return section("Communication", tag("p", f"What moves is not known{along}.", class_="note"))
     if not sums["total"]:
         return section("Communication", tag("p", "A step moves nothing between devices.", class_="note"))
     return section(
@@ -60,7 +60,7 @@ def communication(about: Mapping[str, Any], ledger: str) -> Markup | None:
         tag("h3", "by collective"),
         _bars(sums["per_kind"], "k2"),
         tag("details", tag("summary", "the whole ledger"), tag("pre", ledger.strip())) if ledger else None,
-        note=f"each device sends {size(sums['total'])} in a step, in {sums['count']} collectives",
+        note=f"each device sends {size(sums['total'])} in a step, in {sums['count']} collectives{along}",
     )
 
 

@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from trellis._compat import scan_counts
 from trellis.notation.state import State
 from trellis.program.scopes import direction_of, share_of_turns
-from trellis.program.sizes import local_bytes, local_shape, state_at
+from trellis.program.sizes import itemsize, local_bytes, local_shape, shape_at, state_at
 from trellis.program.source import label_of, source_of
 
 # A call of `shard_map` is inlined between these: its operands become slices, and its results whole arrays.
@@ -54,6 +54,7 @@ class Value:
         number: the same, also for an argument of a call that is given one.
         outer: for a body's input, the operand of the loop or branch that it is in the first turn.
         fixed: whether it is that in all turns.
+        placed: where it lies if a compiler places it, as far as that is known (`trellis.program.by_compiler`).
     """
 
     def __init__(self, aval: Any, frame: "Frame", maker: "Operation | None" = None, position: int = 0):
@@ -63,6 +64,7 @@ class Value:
         self.number: Literal | None = None
         self.outer: Value | None = None
         self.fixed = False
+        self.placed: State | None = None
 
     @functools.cached_property
     def state(self) -> State:
@@ -77,12 +79,14 @@ class Value:
     @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape on one device."""
-        return local_shape(self.aval)
+        return local_shape(self.aval) if self.placed is None else shape_at(self.aval, self.placed)
 
     @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes on one device."""
-        return local_bytes(self.aval)
+        if self.placed is None:
+            return local_bytes(self.aval)
+        return int(math.prod(self.local_shape) * itemsize(self.aval.dtype))
 
     @functools.cached_property
     def on_host(self) -> bool:

@@ -1,28 +1,33 @@
 """Where an operation's result lies before anything moves: the rules of explicit mode.
 
-Each rule gives the state of a result from the operands' states, if every device works on what it has. A dimension that
-is summed over leaves a pending sum along its mesh axes. If the operation's own type says another state, the difference
-is communication.
+Each rule (`natural.py`) gives the state of a result from the operands' states, if every device works on what it has. A
+dimension that is summed over leaves a pending sum along its mesh axes. If the operation's own type says another state,
+the difference is communication.
 
-JAX's types refuse some operations on sharded dimensions, and `auto_axes` leaves these to the compiler. Inside such a
-region types say nothing, so the same rules carry states through it.
+In auto mode types say nothing, and neither do they inside `auto_axes`, to which an operation is left that JAX's types
+refuse. The same rules carry states through, from what is known: arguments, constraints, what other modes leave there
+(`by_compiler.py`). The compiler may choose otherwise.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from trellis.notation.state import State
 from trellis.program.moves import Move, transition, wire_bytes
-from trellis.program.reading import ENTER, LEAVE, REDUCTIONS, Operation, Value
+from trellis.program.natural import RULES, dot_general, elementwise, placed, reshape
+from trellis.program.reading import ENTER, LEAVE, Operation, Value
 from trellis.program.reshaping import RESHAPING
 from trellis.program.sizes import is_auto, num_bytes
 
 GUESS = "the compiler chooses"
+_LOOPS = {"igamma": 2, "igammac": 2, "igamma_grad_a": 2}  # how many each is
+# Where no type says when sums are settled, compilers wait for these; and for a sum of two, if both are pending alike.
+_KEEPS_PENDING, _ADDS = {"reshard", "transpose", "squeeze", "reshape", "reduce_sum"}, {"add", "add_any"}
 CALLBACKS = {"pure_callback", "io_callback", "debug_callback", "debug_print"}
 
 
@@ -48,13 +53,14 @@ class States:
         self.first: dict[tuple, list[Operation]] = {}  # the first twin each, of those that differ in parameters alone
         self.written: dict[int, str] = {}  # the parameters of these, by their equations: a `shard_map` has one for all
         self.gathered: set[Value] = set()  # for callbacks
+        self.brought: set[tuple] = set()  # for products, where no type says so: what, and its slices then
         self.unclear: set[Value] = set()  # results of lookups where one mesh axis slices both the table and the indices
 
     def __getitem__(self, value: Value) -> State:
         for same in (value, self.twins.get(value)):
             if same in self.known:
                 return self.known[same]
-        return value.state
+        return value.state if value.placed is None else value.placed
 
     def implied(self, operation: Operation) -> Iterator[Implied]:
         """The communication of one operation; notes where its results lie."""
@@ -72,18 +78,29 @@ class States:
         if name == "reshard" and is_auto(out.aval):
             self.known[out] = states[0]
             return
+        if name == "sharding_constraint" and out.placed is not None:
+            after = out.placed
+            if states[0].pending and len(out.readers) == 1 and (axes := _wanted(out)) is not None:
+                after = placed(axes)  # one constraint after another: a sum that is sliced at once is scattered
+            for move in transition(states[0], after, num_bytes(out.aval), self.sizes):
+                yield Implied(move, out.aval, states[0], after, GUESS)
+            self.known[out] = after
+            return
         rule = RULES.get(name)
         if rule is None and not any(state.sliced or state.pending for state in states):
             return
-        if is_auto(out.aval) and name not in _KEEPS_PENDING:
+        together = name in _ADDS and len({state.pending for state in states}) == 1  # summed first, then over devices
+        if is_auto(out.aval) and name not in _KEEPS_PENDING and not together:
             states = yield from self._summed(operation, states)
         if name in _LOOPS:
             yield from self._loops(_LOOPS[name], states)
         if name in RESHAPING:
             yield from self._reshaping(operation, states)
             return
+        if name == "dot_general" and is_auto(out.aval):
+            states = yield from self._apart(operation, states)
         yield from self._at_the_edges(operation, states)
-        natural = rule(operation, states) if rule else _elementwise(operation, states)
+        natural = rule(operation, states) if rule else elementwise(operation, states)
         if name.startswith("scatter"):
             self.scattered.add(out)
         if name in ("gather", "scatter-add") and _conflict(states):
@@ -167,7 +184,37 @@ class States:
         for value, before, state in zip(operation.operands, states, wanted):
             for move in transition(before, state, num_bytes(value.aval), self.sizes):
                 yield Implied(move, value.aval, before, state, "an operand of a product")
-        return _dot_general(operation, wanted)
+        return dot_general(operation, wanted)
+
+    def _apart(self, operation: Operation, states: list[State]) -> Generator[Implied, None, list[State]]:
+        """A product where no type says what is gathered: no mesh axis can slice two dimensions of the result, or one
+        and the sum. An operand is gathered over such an axis: the one whose dimension of the result is not to be sliced
+        by it, as far as a constraint says, else the smaller one."""
+        contracted, batch = operation.params["dimension_numbers"]
+        free: list[set[str]] = [
+            {a for i, axes in enumerate(state.axes) if i not in contracted[n] and i not in batch[n] for a in axes}
+            for n, state in enumerate(states)
+        ]
+        of_batch = {a for n, state in enumerate(states) for i in batch[n] for a in state.axes[i]}
+        summed = [set(state.sliced) - free[n] - of_batch for n, state in enumerate(states)]
+        first = len(batch[0]) + len(states[0].axes) - len(contracted[0]) - len(batch[0])  # of the other's dimensions
+        wanted = _wanted(operation.results[0])
+        kept = [set(), set()] if wanted is None else [{*sum(w, ())} for w in (wanted[:first], wanted[first:])]
+        size = [num_bytes(v.aval) // self._count(state.sliced) for v, state in zip(operation.operands, states)]
+        smaller = size.index(min(size))
+        both = free[0] & free[1]
+        twice = [both & (kept[1 - n] | (both - kept[n] if n == smaller else set())) for n in (0, 1)]
+        gone = [summed[n] & free[1 - n] | twice[n] for n in (0, 1)]
+        after = []
+        for value, before, axes in zip(operation.operands, states, gone):
+            dims = (tuple(a for a in mine if a not in axes) for mine in before.axes)
+            after.append(dataclasses.replace(before, axes=tuple(dims)))
+            if (key := (self.twins.get(value, value), after[-1].axes)) in self.brought:
+                continue
+            self.brought.add(key)
+            for move in transition(before, after[-1], num_bytes(value.aval), self.sizes):
+                yield Implied(move, value.aval, before, after[-1], GUESS)
+        return after
 
     def _at_the_edges(self, operation: Operation, states: list[State]) -> Iterator[Implied]:
         """What XLA moves by itself if an operation reads the neighbours of slices: for a convolution or a reduction of
@@ -179,7 +226,7 @@ class States:
         if operation.name == "fft" and (axes := self._real(state.sliced)):
             moved.append(("all-gather", axes, num_bytes(source.aval)))
         elif operation.name == "reshape" and is_auto(operation.results[0].aval):
-            kept = _reshape(operation, states).sliced
+            kept = reshape(operation, states).sliced
             if axes := tuple(axis for axis in self._real(state.sliced) if axis not in kept):
                 moved.append(("all-gather", axes, num_bytes(source.aval)))
         elif operation.name == "reshape" and (axes := self._regrouped(operation, state)):
@@ -270,7 +317,7 @@ class States:
                 yield Implied(move, value.aval, state, operation.results[0].state, GUESS)
         for out in operation.results:
             if is_auto(out.aval):
-                self.known[out] = _elementwise(operation, states)
+                self.known[out] = elementwise(operation, states)
 
     def _real(self, axes) -> tuple[str, ...]:
         return tuple(axis for axis in axes if self.sizes.get(axis, 1) > 1)
@@ -282,11 +329,6 @@ class States:
 @functools.lru_cache(4096)
 def _said(aval: Any) -> str:
     return str(aval)
-
-
-def placed(axes, pending=frozenset(), copied=frozenset()) -> State:
-    """The state of a whole array, in explicit mode."""
-    return State("explicit", tuple(axes), pending, copied)
 
 
 def _conflict(states: list[State]) -> bool:
@@ -301,161 +343,11 @@ def _sliced(state: State, after: State) -> State:
     return placed(dims, state.pending, state.copied)
 
 
-def _elementwise(operation: Operation, states: list[State]) -> State:
-    shape = operation.results[0].shape
-    same = [state for state, v in zip(states, operation.operands) if getattr(v.aval, "shape", None) == shape]
-    return max(same, key=lambda state: len(state.sliced), default=placed([()] * len(shape)))
-
-
-def _same(operation: Operation, states: list[State]) -> State:
-    return states[0]
-
-
-def _dot_general(operation: Operation, states: list[State]) -> State:
-    (left_sum, right_sum), (left_batch, right_batch) = operation.params["dimension_numbers"]
-    left, right = states
-    dims = [left.axes[i] or right.axes[j] for i, j in zip(left_batch, right_batch)]
-    dims += [axes for i, axes in enumerate(left.axes) if i not in left_sum and i not in left_batch]
-    dims += [axes for i, axes in enumerate(right.axes) if i not in right_sum and i not in right_batch]
-    summed = {axis for i in left_sum for axis in left.axes[i]} | {axis for i in right_sum for axis in right.axes[i]}
-    return placed(dims, left.pending | right.pending | summed)
-
-
-def _convolution(operation: Operation, states: list[State]) -> State:
-    """A sum over the input channels, as in a product; along other dimensions, slices stay where they are. The gradient
-    of a weight is a convolution, too, with the batch in the channels' place, and is a sum over the places of two
-    arrays."""
-    numbers, (left, right) = operation.params["dimension_numbers"], states
-    (batch, channels, *places), (made, given, *window) = numbers.lhs_spec, numbers.rhs_spec
-    along = [() if right.axes[j] else left.axes[i] for i, j in zip(places, window)]
-    dims: list[tuple[str, ...]] = [()] * len(left.axes)
-    for at, axes in zip(numbers.out_spec, (left.axes[batch], right.axes[made], *along)):
-        dims[at] = axes
-    summed = frozenset((*left.axes[channels], *right.axes[given], *(a for j in window for a in right.axes[j])))
-    return placed(dims, (left.pending | right.pending | summed) - {a for axes in dims for a in axes})
-
-
-def _reduction(operation: Operation, states: list[State]) -> State:
-    axes, state = operation.params["axes"], states[0]
-    dims = (mine for i, mine in enumerate(state.axes) if i not in axes)
-    return placed(dims, state.pending | {axis for i in axes for axis in state.axes[i]})
-
-
-def _transpose(operation: Operation, states: list[State]) -> State:
-    state = states[0]
-    return placed((state.axes[i] for i in operation.params["permutation"]), state.pending, state.copied)
-
-
-def _broadcast_in_dim(operation: Operation, states: list[State]) -> State:
-    dims: list[tuple[str, ...]] = [()] * len(operation.results[0].shape)
-    for source, target in enumerate(operation.params["broadcast_dimensions"]):
-        dims[target] = states[0].axes[source]
-    return placed(dims, states[0].pending, states[0].copied)
-
-
-def _stack(operation: Operation, states: list[State]) -> State:
-    state, axis = max(states, key=lambda state: len(state.sliced)), operation.params["axis"]
-    return placed((*state.axes[:axis], (), *state.axes[axis:]), state.pending, state.copied)
-
-
-def _unstack(operation: Operation, states: list[State]) -> State:
-    gone, state = operation.params["axis"], states[0]
-    return placed((axes for i, axes in enumerate(state.axes) if i != gone), state.pending, state.copied)
-
-
-def _squeeze(operation: Operation, states: list[State]) -> State:
-    gone, state = operation.params["dimensions"], states[0]
-    return placed((axes for i, axes in enumerate(state.axes) if i not in gone), state.pending, state.copied)
-
-
-def _reshape(operation: Operation, states: list[State]) -> State:
-    """A mesh axis that the result's type has stays where it has it; one that it lacks is gathered at the front.
-
-    Where types say nothing, it stays with a dimension that begins with the same elements: the first of those that are
-    joined or cut.
-    """
-    state, out = states[0], operation.results[0]
-    if is_auto(out.aval):
-        before, shape, sizes = operation.operands[0].shape, out.shape, out.aval.sharding.mesh.shape
-        found: list[tuple[str, ...]] = [()] * len(shape)
-        for index, axes in enumerate(state.axes):
-            whole, count = math.prod(before[index:]), math.prod(sizes[axis] for axis in axes)
-            fits = [i for i, size in enumerate(shape) if math.prod(shape[i:]) == whole and size % count == 0 < size]
-            if axes and fits:
-                found[fits[-1]] = axes
-        return placed(found, state.pending, state.copied)
-    dims = list(out.state.axes)
-    lost = tuple(axis for axis in state.sliced if axis not in out.state.sliced)
-    if lost and dims:
-        dims[0] = (*dims[0], *lost)
-    return placed(dims, state.pending, state.copied)
-
-
-def _gather(operation: Operation, states: list[State]) -> State:
-    """A lookup: indices' dimensions keep their mesh axes, and so do dimensions that are taken whole; a dimension that
-    is looked up leaves a pending sum, since each device finds only the rows that it holds."""
-    numbers, sizes = operation.params["dimension_numbers"], operation.params["slice_sizes"]
-    table, ids = states[0], states[1]
-    shape = operation.operands[0].shape
-    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    kept = [i for i in range(len(shape)) if i not in gone]
-    batch = iter(ids.axes[:-1])
-    dims = []
-    for index in range(len(operation.results[0].shape)):
-        if index in numbers.offset_dims:
-            source = kept[numbers.offset_dims.index(index)]
-            dims.append(table.axes[source] if sizes[source] == shape[source] else ())
-        else:
-            dims.append(next(batch))
-    looked_up = {axis for i in numbers.start_index_map for axis in table.axes[i]}
-    used: set[str] = set()
-    unique = []
-    for axes in dims:
-        unique.append(tuple(axis for axis in axes if axis not in used))
-        used.update(axes)
-    return placed(unique, frozenset(looked_up - used))
-
-
-def _scatter(operation: Operation, states: list[State]) -> State:
-    """The transpose of a lookup: dimensions of indices are summed over, but for those that lookups were mapped over."""
-    numbers = operation.params["dimension_numbers"]
-    updates = states[2]
-    dims = list(states[0].axes)
-    for index, target in updated_dims(operation):
-        dims[target] = updates.axes[index]
-    of_indices = [axes for i, axes in enumerate(updates.axes) if i not in numbers.update_window_dims]
-    for target, index in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims):
-        dims[target] = of_indices[index] or dims[target]
-    summed = {axis for axes in of_indices for axis in axes}
-    batching = {axis for i in numbers.operand_batching_dims for axis in dims[i]}
-    held = {axis for axes in dims for axis in axes}
-    return placed(dims, frozenset(summed - batching - held))
-
-
-# By primitive; all others leave their results as elementwise operations do.
-RULES: dict[str, Callable[[Operation, list[State]], State]] = {
-    "reshard": _same,
-    "dot_general": _dot_general,
-    "conv_general_dilated": _convolution,
-    "transpose": _transpose,
-    "broadcast_in_dim": _broadcast_in_dim,
-    "squeeze": _squeeze,
-    "stack": _stack,
-    "unstack": _unstack,
-    "reshape": _reshape,
-    "gather": _gather,
-    "scatter-add": _scatter,
-    **dict.fromkeys((*REDUCTIONS - {"reduce"}, "argmax", "argmin"), _reduction),
-}
-
-
-_LOOPS = {"igamma": 2, "igammac": 2, "igamma_grad_a": 2}  # how many each is
-_KEEPS_PENDING = {"reshard", "transpose", "squeeze", "reshape", "reduce_sum"}
-
-
-def updated_dims(operation: Operation) -> list[tuple[int, int]]:
-    """The dimensions of a scatter's updates that are dimensions of the array, each with that one."""
-    numbers = operation.params["dimension_numbers"]
-    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = (i for i in range(len(operation.operands[0].shape)) if i not in gone)
-    return list(zip(numbers.update_window_dims, kept))
+def _wanted(value: Value) -> tuple[tuple[str, ...], ...] | None:
+    """Mesh axes of a value's dimensions by the first constraint on it, or on its conversion; None without one."""
+    for reader in value.readers:
+        if reader.name == "convert_element_type":
+            return _wanted(reader.results[0])
+        if reader.name == "sharding_constraint" and (placed := reader.results[0].placed) is not None:
+            return placed.axes
+    return None

@@ -21,6 +21,17 @@ def state_at(aval, *, auto: bool = False) -> State:
     return State("none", ((),) * ndim) if mesh is None or mesh.empty else _state(sharding, ndim, auto)
 
 
+def state_by(sharding: jax.sharding.NamedSharding, ndim: int) -> State:
+    """Where an array of so many dimensions lies by a sharding, along explicit mesh axes and those of the compiler."""
+    return _state(sharding, ndim, True)
+
+
+def state_of_spec(spec: jax.sharding.PartitionSpec, ndim: int) -> State:
+    """The same by a spec alone."""
+    dims = [_axes(entry) for entry in spec.partitions]
+    return State("explicit", (*dims, *[()] * (ndim - len(dims))))
+
+
 @functools.lru_cache(4096)  # a program has few of them, and reads them by the ten thousand
 def _state(sharding: jax.sharding.NamedSharding, ndim: int, auto: bool) -> State:
     mesh, spec = sharding.mesh, sharding.spec
@@ -69,6 +80,12 @@ def local_shape(aval) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def shape_at(aval, state: State) -> tuple[int, ...]:
+    """The shape on one device of a value that lies so."""
+    sizes = aval.sharding.mesh.shape
+    return tuple(-(-n // math.prod(sizes[a] for a in axes)) for n, axes in zip(aval.shape, state.axes, strict=True))
+
+
 @functools.lru_cache(4096)
 def _counts(sharding: jax.sharding.NamedSharding) -> tuple[tuple[int, int], ...]:
     """The dimensions that are sliced, and the slices of each."""
@@ -82,9 +99,10 @@ def local_bytes(aval) -> int:
     return int(math.prod(local_shape(aval)) * itemsize(aval.dtype)) if hasattr(aval, "dtype") else 0
 
 
-def typed(aval, names: tuple[str, ...] | None = None) -> str:
-    """A type in the notation: `f32[batch/data pos embed]`, with sizes if there are no names."""
-    return f"{short_dtype(aval.dtype)}[{state_at(aval, auto=True).words(names or aval.shape)}]"
+def typed(aval, names: tuple[str, ...] | None = None, placed: State | None = None) -> str:
+    """A type in the notation: `f32[batch/data pos embed]`, with sizes if there are no names; `placed` is where it lies,
+    if a compiler places it."""
+    return f"{short_dtype(aval.dtype)}[{(placed or state_at(aval, auto=True)).words(names or aval.shape)}]"
 
 
 def window_pairs(steps: int, taps: int, length: int, *, stride: int, spread: int, gaps: int, before: int) -> int:

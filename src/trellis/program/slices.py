@@ -2,8 +2,8 @@
 
 import math
 
+from trellis.program.natural import RULES, placed, updated_dims
 from trellis.program.reading import Operation
-from trellis.program.rules import RULES, placed, updated_dims
 
 # Operations that take, add or repeat elements along dimensions.
 _ALONG = frozenset("slice pad concatenate dynamic_slice dynamic_update_slice split tile".split())

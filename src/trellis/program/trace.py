@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from trellis.notation.binding import TypeMismatch
 from trellis.notation.typeof import is_named
+from trellis.program.by_compiler import place_values
 from trellis.program.reading import LOOPS, Argument, Program, jaxprs_in
 from trellis.program.sizes import typed
 
@@ -79,7 +80,10 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, *
         traced = jax.make_jaxpr(call)(arrays).jaxpr
     read = live(traced)
     donated, described = _donated(read), _arguments((args, kwargs), kind_of)
-    return Program(read, [Argument(*each, v in donated) for each, v in zip(described, read.invars)], mesh)
+    program = Program(read, [Argument(*each, v in donated) for each, v in zip(described, read.invars)], mesh)
+    if program.auto:
+        place_values(program, [getattr(array, "sharding", None) for array in arrays])
+    return program
 
 
 def live(jaxpr: Jaxpr) -> Jaxpr:

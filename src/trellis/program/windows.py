@@ -16,8 +16,8 @@ from typing import Any
 from jax.sharding import AxisType
 
 from trellis.errors import UserError
+from trellis.program.natural import RULES
 from trellis.program.reading import Operation, Program
-from trellis.program.rules import RULES
 from trellis.program.sizes import typed
 
 

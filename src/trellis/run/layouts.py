@@ -167,8 +167,9 @@ class LayoutChoice:
     """Refuse operations that would gather a sliced axis on their own (sort, cumsum, top_k). Set it to true to find
     where an operation gathers without being asked."""
     mode: Literal["explicit", "auto"] = "explicit"
-    """What places communication: the types, or the compiler. Choose auto to compare with what the compiler places by
-    itself; on TPUs and GPUs it then runs without the kernels of attention and experts, which no compiler can slice."""
+    """What places communication: the types, or the compiler. In auto, attention and experts still go as the types say,
+    since no compiler can slice their kernels and exchanges. Choose auto to compare with what the compiler places by
+    itself."""
     context: Kind = "ring"
     """How attention reaches keys of other slices along mesh.context: ring passes keys and values from device to device
     beside the kernels, gather gathers them, exchange swaps slices of positions for slices of heads and back. Choose
@@ -313,8 +314,6 @@ def make_layout(
         ways = math.prod(sizes[axis] for axis in found.get(_FEW, ()))
         if axes is not None and _FEW not in own and axes.get(_FEW, 0) % ways:
             del found[_FEW]  # each device along the axis then has them all, and reads those of its query heads
-    if choice.mode == "auto" and axes is not None and _FEW in axes:
-        _check_few(here[1], sizes)
     if axes is not None and _MANY in axes and _MANY in here[0] and _MANY not in choice.params:
         claimed = {axis for over in choice.params.values() for axis in over.split("/")}
         if not claimed.intersection(here[0].get(_WIDTH, ())):
@@ -349,24 +348,6 @@ def _with_width(params: Mapping[str, list[str]], experts: int, sizes: Mapping[st
     """
     over = [*params[_MANY], *params.get(_WIDTH, ())]
     return over if experts % math.prod(sizes[axis] for axis in over) == 0 else params[_MANY]
-
-
-def _check_few(compute: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> None:
-    """Refuses whole key heads beside sliced query heads and positions if the compiler places communication.
-
-    XLA's partitioner then gives gradients of keys and values that are wrong by as much as their size, with the right
-    loss (JAX 0.10.2, eight CPU devices: Llama and Qwen3 with two key heads, data=2 and model=4).
-    """
-    wide = [axis for axis in compute.get("heads", ()) if axis in compute.get("pos", ())]
-    whole = [axis for axis in wide if axis not in compute.get(_FEW, ())]
-    if whole:
-        raise UserError(
-            "In layout mode auto, key heads must be sliced like query heads, or positions over other mesh axes: XLA "
-            "computes wrong gradients otherwise.",
-            seen=f"heads and pos over {whole[0]}={sizes[whole[0]]}, kv_heads whole, layout.mode=auto",
-            where="layout.mode",
-            fix=f"use --layout.mode explicit, which is correct, or a --mesh.{whole[0]} that divides the key heads",
-        )
 
 
 def _are_halves_of_a_cpu(devices: Sequence[Any]) -> bool:

@@ -54,12 +54,6 @@ def _unheeded(run: Run) -> Iterator[tuple[str, UserError]]:
 
 def _of_layout(run: Run, at_rest: Mapping[str, list], in_use: Mapping[str, list]) -> Iterator[tuple[str, UserError]]:
     layout, pos = run.layout, in_use.get("pos", [])
-    if layout.mode == "auto":
-        for name in ("context", "context_y", "gather"):
-            rule = "How keys are reached and parameters are gathered can be set only in layout mode explicit."
-            seen = f"{name}={getattr(layout, name)} with mode=auto, where the compiler places it"
-            yield _told(f"layout.{name}", rule, seen, "use --layout.mode explicit, or leave it out")
-        return
     rule = "How attention reaches keys can be set only for a mesh axis that slices positions."
     heeding = {"context": ["context", "context_y"], "context_y": ["context_y"]}
     for name, axes in heeding.items():
@@ -69,6 +63,11 @@ def _of_layout(run: Run, at_rest: Mapping[str, list], in_use: Mapping[str, list]
             seen = f"{name}={kind}, " + (f"mesh.{name}=1" if name in one else f"pos over {'/'.join(pos) or 'nothing'}")
             fix = f"use --mesh.{name} 2 or more" if name in one else f"use --layout.compute.pos {name}"
             yield _told(f"layout.{name}", rule, seen, f"{fix}, or leave it out")
+    if layout.mode == "auto":
+        rule = "How parameters are gathered can be set only in layout mode explicit."
+        seen = f"gather={layout.gather} with mode=auto, where the compiler places it"
+        yield _told("layout.gather", rule, seen, "use --layout.mode explicit, or leave it out")
+        return
     gathered = [axis for name, axes in at_rest.items() for axis in axes if axis not in in_use.get(name, ())]
     if layout.gather == "per_axis" and len({*gathered}) < 2:
         rule = "`gather=per_axis` needs parameters that are gathered over several mesh axes."
@@ -82,16 +81,14 @@ def _of_layout(run: Run, at_rest: Mapping[str, list], in_use: Mapping[str, list]
 
 
 def _of_routing(run: Run, routing: Routing, experts: list[str]) -> Iterator[tuple[str, UserError]]:
-    auto = run.layout.mode == "auto"
-    where = "layout.mode=auto" if auto else "experts over no mesh axis"
-    fix = "use --layout.mode explicit" if auto else "use --mesh.expert 2 or more"
-    if (auto or not experts) and routing.way in ("gather", *EXCHANGES):
-        rule = "This routing needs experts that are sliced over mesh axes, and layout mode explicit."
+    where, fix = "experts over no mesh axis", "use --mesh.expert 2 or more"
+    if not experts and routing.way in ("gather", *EXCHANGES):
+        rule = "This routing needs experts that are sliced over mesh axes."
         yield _told("model.routing.way", rule, f"way={routing.way}, {where}", f"{fix}, or leave it out")
-    if auto or not experts or routing.way not in ("auto", *EXCHANGES):
-        seen = f"slack={routing.slack:g}, " + (where if auto or not experts else f"way={routing.way}")
+    if not experts or routing.way not in ("auto", *EXCHANGES):
+        seen = f"slack={routing.slack:g}, " + (where if not experts else f"way={routing.way}")
         rule = "`routing.slack` is for tokens that are exchanged over mesh axes."
-        other = fix if auto or not experts else "use --model.routing.way auto"
+        other = fix if not experts else "use --model.routing.way auto"
         yield _told("model.routing.slack", rule, seen, f"{other}, or leave it out")
 
 

@@ -109,8 +109,8 @@ def sections(
 
 
 def ledger_sums(ledger: Ledger) -> dict[str, Any]:
-    """A ledger in short: bytes that a device sends in a step. `auto` lists mesh axes along which the types do not
-    say."""
+    """A ledger in short: bytes that a device sends in a step. `auto` lists mesh axes along which a compiler
+    chooses, and they are what it is told."""
     return {
         "per_axis": ledger.per_axis(),
         "per_kind": ledger.per_kind(),
@@ -148,7 +148,8 @@ def describe(found: Mapping[str, Any]) -> str:
     per_axis = ", ".join(f"{axis} {size(total)}" for axis, total in ledger["per_axis"].items())
     moves = f"{size(ledger['total'])} from each device in a step: {per_axis}" if per_axis else "nothing between devices"
     if ledger["auto"]:
-        moves = f"what the compiler chooses along {', '.join(ledger['auto'])} (auto mode)"
+        told = f"{moves}, or " if per_axis else ""
+        moves = f"{told}what the compiler chooses along {', '.join(ledger['auto'])} (auto mode)"
     memory = ", ".join(f"{kind} {size(held)}" for kind, held in found["memory"].items())
     read = f"{count(tokens['run'])} to read"
     if tokens["corpus"]:

@@ -11,6 +11,7 @@ from trellis.mesh.dealing import deal, undeal
 from trellis.mesh.layout import POSITIONS, Layout, current_layout
 from trellis.mesh.manual.ops import vary
 from trellis.named import NamedArray, NamesError
+from trellis.named.explicitly import explicitly
 from trellis.named.operand import slices_dealt
 from trellis.named.placing import move
 from trellis.nn.attention.decode import decode_attention
@@ -71,6 +72,12 @@ def attend(
         alone = [None if x is None else _batch_of_one(x) for x in (q, k, v, segment_ids)]
         out = attend(*alone[:3], segment_ids=alone[3], sinks=sinks, window=window, **options)
         return NamedArray(jnp.squeeze(out.array, 0), out.names[1:], out.slices[1:])
+    run = lambda *arrays: _attended(*arrays, window=window, **options)
+    return explicitly(run, q, k, v, segment_ids, sinks)
+
+
+def _attended(q, k, v, segment_ids, sinks, *, window: int | None, **options) -> NamedArray:
+    """`attend` for a batch, where the types say what is sliced."""
     q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose((*KEY[:3], _width(v)))
     ordered = options.get("causal", True) or window is not None
     k, v = _own_heads(q, k, v, ordered=ordered)

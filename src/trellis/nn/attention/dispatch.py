@@ -69,8 +69,8 @@ def dot_product_attention(
         logit_softcap: scores become `cap * tanh(scores / cap)`.
         upcast: take sums and softmax of scores in float32 whatever the arrays' dtype. Accelerators' kernels always do.
         implementation: "auto" takes cuDNN's on NVIDIA GPUs and splash on TPUs if these can compute what is asked,
-            and "chunked" elsewhere, in evaluation through a pipeline's stages and along mesh axes in auto mode;
-            "reference", "chunked", "cudnn" and "splash" insist.
+            and "chunked" elsewhere, in evaluation through a pipeline's stages and along mesh axes in auto mode, where
+            `attend` under a layout has kernels too; "reference", "chunked", "cudnn" and "splash" insist.
         save_name: the name under which `jax.checkpoint` policies can save what the backward pass needs, so that the
             kernel does not run again.
 

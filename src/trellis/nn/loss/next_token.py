@@ -11,6 +11,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import gradients_together
 from trellis.named import NamedArray, arange, dot, equal, exp, outer, stop_gradient, where
 from trellis.named.backend import on_accelerator
+from trellis.named.explicitly import explicitly
 from trellis.named.narrow import TYPES, Kind, Narrow
 from trellis.named.operand import operand
 from trellis.named.pair import moved
@@ -71,6 +72,14 @@ def next_token_loss(
     for x in (hidden, unembedding):
         if x.slices:  # in a manual program a device sums over its own words and channels only
             whole(x, ("embed", "vocab"), "next_token_loss")
+    run = lambda *arrays: _in_place(*arrays, vocab_size, kind, **options)
+    return explicitly(run, hidden, unembedding, targets, weights, bias)
+
+
+def _in_place(
+    hidden: NamedArray, unembedding: NamedArray, targets, weights, bias, vocab_size: int | None, kind, **options
+) -> TokenLoss:
+    """The loss where the types say what is sliced; what it takes is brought where it has to be."""
     layout = current_layout()
     if layout is not None and layout.mapped:
         return _mapped(hidden, unembedding, targets, weights, bias, vocab_size, kind, **options)

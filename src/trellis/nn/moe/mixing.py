@@ -3,17 +3,19 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from trellis._compat import mapped_over, refuses_copies
+from trellis._compat import mapped_over, maps_around, refuses_copies
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.manual.ops import Axes, mark_pending, vary
 from trellis.named import Axis, NamedArray, dot_each, einsum, one_hot, save, settle, silu
 from trellis.named.backend import RAGGED, platform_of
+from trellis.named.explicitly import explicitly
 from trellis.named.operand import operand
 from trellis.named.placing import move
 from trellis.nn.gate import ClampedSwiGLU
@@ -170,7 +172,11 @@ def mix_each(
         gate, up, down, biases, gated, way, slack, groups, dispatch: as there.
     """
     given = [(operand(x, "mix", pending=True), choices) for x, choices in given]
-    made = _mixed(given, gate, up, down, biases, gated, way, slack, groups, dispatch)
+    run = lambda given, gate, up, down, biases: _mixed(
+        given, gate, up, down, biases, gated, way, slack, groups, dispatch
+    )
+    placed = run if maps_around() else partial(explicitly, run)  # what devices do with tokens cannot be mapped
+    made = placed(given, gate, up, down, biases)
     if biases is None:
         return made
     return [
