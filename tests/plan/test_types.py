@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from tests.plan.plain import Config, abstract_mesh, build, num_parameters, traced
+from tests.plan.small import SMALL
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.hardware.local import local_target
@@ -180,3 +181,23 @@ def test_of_experts_only_products_before_the_gate_are_computed_again(keeps, agai
     assert made["forward"] > 0
     assert made["recomputed"] == made["forward"] * again / 3
     assert 1.5 * made["forward"] < made["backward"] <= 2 * made["forward"]  # fewer rows complete a tile there
+
+
+@pytest.mark.parametrize("recipe", [pytest.param("llama_8b"), pytest.param("mixtral_8x7b", marks=pytest.mark.slow)])
+def test_what_the_compiler_places_takes_about_as_much(recipe):
+    """In auto mode types say nothing, but where arguments lie and constraints put results is known."""
+    where = target("v5e:2x4")
+    changes = SMALL | {"mesh.data": "4", "mesh.model": "2", "layout.preset": "auto"}
+
+    def made(mode):
+        step = prepare(load_run(recipe, changes | {"layout.mode": mode}), where, described_devices(where)).traced()
+        flops = sum(op.flops * op.times for op in work(step) if op.kind in ("product", "grouped", "attention"))
+        return flops, memory_of(step), ledger_of(step)
+
+    (flops, memory, ledger), (by_types, wanted, moves) = made("auto"), made("explicit")
+    assert flops == by_types
+    for kind in ("parameters", "optimizer", "batch"):
+        assert memory.bytes_of(kind) == wanted.bytes_of(kind)
+    assert memory.peak == pytest.approx(wanted.peak, rel=0.2)
+    for axis, total in moves.per_axis().items():
+        assert total <= ledger.per_axis()[axis] < 3 * total

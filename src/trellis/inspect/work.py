@@ -188,7 +188,7 @@ def _crossings(operation: Operation) -> Iterator[Piece]:
 
 def _product(operation: Operation, load: float) -> Piece:
     left, right, out = *operation.operands[:2], operation.results[0]
-    a, b, share = left.local_shape, right.local_shape, 1.0
+    (a, b), share = operation.taken or (left.local_shape, right.local_shape), 1.0
     if operation.name == "dot_general":
         (contract_a, contract_b), (batch_a, batch_b) = operation.params["dimension_numbers"]
         batch = math.prod(min(a[i], b[j]) for i, j in zip(batch_a, batch_b))

@@ -16,14 +16,14 @@ from trellis.notation.state import State
 from trellis.program.natural import placed
 from trellis.program.reading import LEAVE, Body, Operation, Program, Value
 from trellis.program.rules import States
-from trellis.program.sizes import is_auto, state_by, state_of_spec
+from trellis.program.sizes import is_auto, shape_at, state_by, state_of_spec
 
 # How often a loop's body is gone through: what a turn returns may be in more slices than what the first one was given.
 _TURNS = 2
 
 
 def place_values(program: Program, shardings: Sequence[Any]) -> None:
-    """Notes where values lie that the compiler places (`Value.placed`).
+    """Notes where values lie that the compiler places (`Value.placed`), and what products take (`Operation.taken`).
 
     Args:
         program: the program.
@@ -36,6 +36,8 @@ def place_values(program: Program, shardings: Sequence[Any]) -> None:
     for value, state in places.states.known.items():
         if is_auto(value.aval):
             value.placed = placed(state.axes)
+    for operation, taken in places.states.taken.items():
+        operation.taken = tuple(shape_at(v.aval, state) for v, state in zip(operation.operands, taken, strict=True))
 
 
 class _Places:

@@ -145,6 +145,7 @@ class Operation:
         frame: what it stands in.
         times: how often a call of the program runs it: lengths of scans multiplied out, `while` loops as one turn.
         number: its place in the program.
+        taken: shapes on a device of a product's operands once it has gathered them, if a compiler places them.
         bodies: the body of a scan; the condition and the body of a while loop; the branches of a conditional; the
             program of a call that does not take its operands as they are.
     """
@@ -154,6 +155,7 @@ class Operation:
         self.frame, self.times, self.number = frame, times, number
         self.results: tuple[Value, ...] = ()
         self.bodies: tuple[Body, ...] = ()
+        self.taken: tuple[tuple[int, ...], ...] = ()
         for value in dict.fromkeys(self.operands):
             value.readers.append(self)
 

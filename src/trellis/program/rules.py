@@ -54,6 +54,7 @@ class States:
         self.written: dict[int, str] = {}  # the parameters of these, by their equations: a `shard_map` has one for all
         self.gathered: set[Value] = set()  # for callbacks
         self.brought: set[tuple] = set()  # for products, where no type says so: what, and its slices then
+        self.taken: dict[Operation, list[State]] = {}  # operands as products take them, where no type says so
         self.unclear: set[Value] = set()  # results of lookups where one mesh axis slices both the table and the indices
 
     def __getitem__(self, value: Value) -> State:
@@ -214,6 +215,7 @@ class States:
             self.brought.add(key)
             for move in transition(before, after[-1], num_bytes(value.aval), self.sizes):
                 yield Implied(move, value.aval, before, after[-1], GUESS)
+        self.taken[operation] = after
         return after
 
     def _at_the_edges(self, operation: Operation, states: list[State]) -> Iterator[Implied]:
@@ -317,7 +319,8 @@ class States:
                 yield Implied(move, value.aval, state, operation.results[0].state, GUESS)
         for out in operation.results:
             if is_auto(out.aval):
-                self.known[out] = elementwise(operation, states)
+                alike = any(value.shape == out.shape for value in operation.operands)
+                self.known[out] = elementwise(operation, states) if alike else _cut(out, touched(operation), states)
 
     def _real(self, axes) -> tuple[str, ...]:
         return tuple(axis for axis in axes if self.sizes.get(axis, 1) > 1)
@@ -341,6 +344,12 @@ def _sliced(state: State, after: State) -> State:
     taken = set(state.sliced) | state.pending
     dims = (mine or tuple(a for a in axes if a not in taken) for mine, axes in zip(state.axes, after.axes))
     return placed(dims, state.pending, state.copied)
+
+
+def _cut(out: Value, touched: list[int], states: list[State]) -> State:
+    """A result of another shape: whole along the dimensions that were cut, and otherwise sliced as what was cut is."""
+    source = max((s for s in states if len(s.axes) == len(out.shape)), key=lambda state: len(state.sliced))
+    return placed(() if i in touched else axes for i, axes in enumerate(source.axes))
 
 
 def _wanted(value: Value) -> tuple[tuple[str, ...], ...] | None:
