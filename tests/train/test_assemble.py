@@ -253,7 +253,8 @@ def test_the_compiler_may_place_instead(run):
     assert Precision(compute="bfloat16").in_use(state.model).embedding.dtype == jnp.bfloat16
     program = step_program(found)
     said = describe(sections(found, memory_of(program).per_kind(), ledger_of(program), tokens=None))
-    assert "moves    what the compiler chooses along data, model (auto mode)" in said
+    assert " from each device in a step: data " in said
+    assert ", or what the compiler chooses along data, model (auto mode)" in said
 
 
 @pytest.mark.slow(but=2)
