@@ -77,6 +77,7 @@ def test_sizes_that_grow_all_divide():
         (MeshSizes(data=16, data_y=16), "v5p:4x4x4", {"data": 4, "data_y": 4, "data_z": 4}),
         (MeshSizes(model=8), "4xH100", {"model": 4}),
         (MeshSizes(data=4, context=4, model=-1), "v5e:4x4", {"model": 16}),
+        (MeshSizes(data=-1, context=2, context_y=2), "v5e:4x4", {"data": 4, "context": 2, "context_y": 2}),
         (MeshSizes(expert=8), "8x8xH100", {"data": 8, "expert": 8}),
     ],
 )

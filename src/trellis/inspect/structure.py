@@ -13,11 +13,12 @@ elements as its type says, as often. Compilers may do the same in other ways, of
 
 What no row asks for is named. Along mesh axes it is the compiler's own affair, and along axes in auto mode so are the
 groups. A collective over other groups of devices is a fault. So are a sum over devices that hold the sum already, a
-maximum or minimum over devices that no row takes, and a result that should be a copy but may differ from device to
-device (`trellis.inspect.copies`).
+maximum or minimum over devices that no row takes, a result that should be a copy but may differ from device to device
+(`trellis.inspect.copies`), and what hosts move between each other that is in their memory, over their own network.
 """
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,6 +53,7 @@ class Structure:
         extremes: maxima and minima along mesh axes along which no row takes one, or in the place of a row's sum that
             nothing was found for.
         apart: results that should be copies and may differ.
+        by_hosts: arrays that hosts move between each other.
         auto: mesh axes in auto mode, along which a compiler may make copies in ways that are not followed.
     """
 
@@ -62,6 +64,7 @@ class Structure:
     twice: tuple[Part, ...]
     extremes: tuple[Part, ...]
     apart: tuple[Apart, ...]
+    by_hosts: tuple[str, ...] = ()
     auto: tuple[str, ...] = ()
 
     @property
@@ -72,7 +75,7 @@ class Structure:
     @property
     def right(self) -> bool:
         """Whether every row was found and nothing is wrong."""
-        return not (self.missing or self.strange or self.twice or self.extremes or self.apart)
+        return not (self.missing or self.strange or self.twice or self.extremes or self.apart or self.by_hosts)
 
     @property
     def certain(self) -> bool:
@@ -90,6 +93,7 @@ class Structure:
             *(f"summed twice: {part.what}" for part in self.twice),
             *(f"not asked for: {part.what}" for part in self.extremes),
             *(f"not the same on all devices: {apart}" for apart in self.apart),
+            *(f"between hosts, over their network: {what}" for what in self.by_hosts),
         ]
         return list(dict.fromkeys(faults))
 
@@ -158,8 +162,21 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
         twice=tuple(_twice(program, parts, mesh.shape)),
         extremes=tuple(part for part in extremes if not set(part.axes) & set(ledger.auto)),
         apart=tuple(copies_apart(program, mesh.shape, whole)),
+        by_hosts=tuple(_between_hosts(program)),
         auto=ledger.auto,
     )
+
+
+def _between_hosts(program: Program) -> Iterator[str]:
+    """Arrays that hosts move: libtpu does so if what is to be moved is in their memory."""
+    for call in program.by_name.values():
+        if call.quoted("custom_call_target") == "HostExecute":
+            inside = itertools.chain.from_iterable(call.called().values())
+            for instruction in itertools.chain.from_iterable(program.computations[name] for name in inside):
+                if instruction.quoted("custom_call_target") == "MegaScaleCollectiveOutputStart":
+                    kind = (instruction.quoted("_xla_host_transfer_rendezvous") or "a collective").split(".")[0]
+                    made = instruction.results[0]
+                    yield f"{kind} of {made.dtype}[{' '.join(map(str, made.shape))}]"
 
 
 def _may_go(row: Row, auto: tuple[str, ...]) -> bool:

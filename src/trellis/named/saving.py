@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Generator
 
 import jax
@@ -29,7 +30,13 @@ def save(x, name: str, *, if_named: bool = False):
         if_named: whether only a policy that names the mark keeps it, not one that keeps everything marked.
     """
     mark = f"{name}{IF_NAMED}" if if_named else name
-    return jax.tree.map(lambda a: checkpoint_name(a, mark), x)
+    marked = jax.tree.map(lambda a: checkpoint_name(a, mark), x)
+    # Or a compiler would move what comes back from the host before it has come: libtpu gathers it between hosts.
+    return jax.lax.optimization_barrier(marked) if _OFFLOADS.get() else marked
+
+
+# Whether what is being traced may keep what it marks in the host's memory.
+_OFFLOADS: contextvars.ContextVar[bool] = contextvars.ContextVar("offloads", default=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,4 +153,20 @@ def checkpoint(fn: Callable, policy: Keep | Callable | None, *, fenced: bool | N
             "Keep(('hidden',)), Keep() or jax.checkpoint_policies.dots_saveable"
         )
     chosen = policy.policy() if isinstance(policy, Keep) else policy
+    if isinstance(policy, Keep) and policy.offload != ():
+        fn = _offloading(fn)
     return jax.checkpoint(fn, policy=chosen, prevent_cse=_WRITTEN_OUT.get() if fenced is None else fenced)
+
+
+def _offloading(fn: Callable) -> Callable:
+    """The function, whose marks may be kept in the host's memory."""
+
+    @functools.wraps(fn)
+    def traced(*args, **kwargs):
+        before = _OFFLOADS.set(True)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            _OFFLOADS.reset(before)
+
+    return traced

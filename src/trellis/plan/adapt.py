@@ -17,7 +17,7 @@ DATA_AXES = ("data", "data_y", "data_z")
 def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[str]]:
     """A run whose mesh fills the target and whose batch gives every device a row.
 
-    The mesh keeps its sizes of `model`, `context`, `expert`, `stage` and `replica` as far as they divide the target;
+    The mesh keeps its sizes of all axes but those of data, as far as they divide the target;
     data parallelism takes the rest, on a TPU along each side of the torus. The batch grows to the next multiple of the
     devices along its mesh axes, times microbatches. What the user gave stays, and is an error if it does not divide.
 
@@ -79,7 +79,7 @@ def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
     if _fills_sides(mesh, target):
         return mesh
     left, kept = target.num_devices, {}
-    for name in ("model", "context", "expert", "expert_y", "stage", "replica"):
+    for name in ("model", "context", "context_y", "expert", "expert_y", "stage", "replica"):
         size = getattr(mesh, name)
         kept[name] = left if size == -1 else math.gcd(size, left)
         left //= kept[name]
