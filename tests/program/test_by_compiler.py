@@ -60,6 +60,11 @@ def by_hand(x, w):
         (branch, (X,), [(DATA, WHOLE)]),
         (accumulated, (X,), [(MODEL,), (WHOLE,)]),
         (repeated, (X,), [(), (DATA, WHOLE)]),
+        (
+            lambda x: lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x * 2, x * 0 + 1),
+            (placed((2, 3)),),
+            [(WHOLE, WHOLE)],
+        ),
         (by_hand, (X, W), [(DATA, MODEL), (MODEL,)]),
         (jax.jit(jax.remat(lambda x: jnp.cos(x)[:, None])), (X,), [(DATA, WHOLE, WHOLE)]),
         (lambda x, w: jax.grad(lambda w: jnp.sin(x @ w).sum())(w), (X, W), [(WHOLE, MODEL)]),

@@ -17,9 +17,9 @@ DATA_AXES = ("data", "data_y", "data_z")
 def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[str]]:
     """A run whose mesh fills the target and whose batch gives every device a row.
 
-    The mesh keeps its sizes of all axes but those of data, as far as they divide the target;
-    data parallelism takes the rest, on a TPU along each side of the torus. The batch grows to the next multiple of the
-    devices along its mesh axes, times microbatches. What the user gave stays, and is an error if it does not divide.
+    The mesh keeps its sizes of all axes but those of data, as far as they divide the target; data parallelism takes the
+    rest, on a TPU along each side of the torus. The batch grows to the next multiple of the devices along its mesh
+    axes, times microbatches. What the user gave stays, and is an error if it does not divide.
 
     Args:
         run: the run.

@@ -98,7 +98,8 @@ class _Places:
                 self.states.known.update(again)
                 if not again:
                     break
-            if len(body.results) == len(operation.results):
+            tells = body is operation.bodies[-1] or not operation.is_loop  # not the condition of a loop
+            if tells and len(body.results) == len(operation.results):
                 for index, (value, state) in enumerate(zip(operation.results, map(self.at, body.results))):
                     axes = ((), *state.axes) if scan and index >= carried else state.axes
                     if value not in self.states.known or _slices(state) > _slices(self.states[value]):
