@@ -61,6 +61,11 @@ class _Places:
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
             self.states.known[value] = state_by(sharding, len(value.shape))
 
+    def by_axes(self, value: Value, axes: tuple[tuple[str, ...], ...]) -> None:
+        """Unless a call's program takes or gives it in another shape."""
+        if len(axes) == len(value.shape):
+            self.states.known[value] = placed(axes)
+
     def leave(self, operation: Operation) -> None:
         """A result of a `shard_map`, each of which is an operation of its own, in order."""
         specs, call = operation.params["out_specs"], id(operation.equation)
@@ -87,7 +92,7 @@ class _Places:
             for index, (value, operand) in enumerate(operation.entering(body)):
                 state = self.states[operand]
                 turns = scan and index >= first + carried  # a slice along the first dimension for each turn
-                self.states.known[value] = placed(state.axes[1:] if turns else state.axes)
+                self.by_axes(value, state.axes[1:] if turns else state.axes)
             for _ in range(_TURNS if operation.is_loop else 1):
                 self.body(body)
                 again = [
@@ -103,7 +108,7 @@ class _Places:
                 for index, (value, state) in enumerate(zip(operation.results, map(self.at, body.results))):
                     axes = ((), *state.axes) if scan and index >= carried else state.axes
                     if value not in self.states.known or _slices(state) > _slices(self.states[value]):
-                        self.states.known[value] = placed(axes)
+                        self.by_axes(value, axes)
 
     def at(self, value: Value) -> State:
         return placed(self.states[value].axes)
