@@ -210,7 +210,7 @@ def test_a_permute_to_itself_moves_nothing():
 
 
 def test_in_auto_mode_rows_are_estimates():
-    """By where the arguments lie and what constraints say; equal factors of a sum are not gathered."""
+    """By where the arguments lie, what constraints say, and where a `shard_map` leaves its results."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     found = ledger(lambda x, w: x @ w, placed((8, 4), "data", None, mesh=mesh), placed((4, 4), "data", None, mesh=mesh))
     assert found.auto == ("data", "model")
@@ -224,14 +224,18 @@ def test_in_auto_mode_rows_are_estimates():
     def constrained(x, w):
         return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P("data", None)))
 
-    rows = ledger(constrained, placed((8, 4), "data", "model", mesh=mesh), placed((4, 4), "model", None, mesh=mesh))
+    args = placed((8, 4), "data", "model", mesh=mesh), placed((4, 4), "model", None, mesh=mesh)
+    rows = ledger(constrained, *args)
     assert [(row.kind, row.axes, row.payload) for row in rows] == [("all-reduce", ("model",), 32)]
-    compiled = (
-        jax.jit(constrained)
-        .lower(*(placed(s, *d, mesh=mesh) for s, d in (((8, 4), ("data", "model")), ((4, 4), ("model", None)))))
-        .compile()
-    )
-    assert compare(rows, collectives(compiled, mesh)) is not None
+    compiled = jax.jit(constrained).lower(*args).compile()
+    assert compare(rows, collectives(compiled, mesh)).agrees()
+
+    def left(x, w):
+        by_hand = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model"))
+        return constrained(by_hand(x), w)
+
+    rows = ledger(left, *args)
+    assert [(row.kind, row.axes, row.payload) for row in rows] == [("all-reduce", ("model",), 32)]
 
 
 def test_arguments_that_are_not_arrays_are_passed_as_they_are():

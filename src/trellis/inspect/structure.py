@@ -18,7 +18,6 @@ maximum or minimum over devices that no row takes, a result that should be a cop
 """
 
 import dataclasses
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -169,14 +168,18 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
 
 def _between_hosts(program: Program) -> Iterator[str]:
     """Arrays that hosts move: libtpu does so if what is to be moved is in their memory."""
-    for call in program.by_name.values():
-        if call.quoted("custom_call_target") == "HostExecute":
-            inside = itertools.chain.from_iterable(call.called().values())
-            for instruction in itertools.chain.from_iterable(program.computations[name] for name in inside):
-                if instruction.quoted("custom_call_target") == "MegaScaleCollectiveOutputStart":
-                    kind = (instruction.quoted("_xla_host_transfer_rendezvous") or "a collective").split(".")[0]
-                    made = instruction.results[0]
-                    yield f"{kind} of {made.dtype}[{' '.join(map(str, made.shape))}]"
+    for instruction in program.by_name.values():
+        if instruction.op != "custom-call" or _target(instruction) != "MegaScaleCollectiveOutputStart":
+            continue
+        caller = program.callers.get(program.homes[instruction.name])
+        if caller is not None and _target(caller) == "HostExecute":
+            kind = (instruction.quoted("_xla_host_transfer_rendezvous") or "a collective").split(".")[0]
+            made = instruction.results[0]
+            yield f"{kind} of {made.dtype}[{' '.join(map(str, made.shape))}]"
+
+
+def _target(call: Instruction) -> str | None:
+    return call.quoted("custom_call_target")
 
 
 def _may_go(row: Row, auto: tuple[str, ...]) -> bool:

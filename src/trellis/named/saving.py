@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import dataclasses
-import functools
 from collections.abc import Callable, Generator
 
 import jax
@@ -123,11 +122,8 @@ _WRITTEN_OUT: contextvars.ContextVar[bool] = contextvars.ContextVar("written_out
 @contextlib.contextmanager
 def layer_written_out(fenced: bool) -> Generator[None]:
     """Within it, parts of a layer that have a `checkpoint` of their own are fenced, if the layer is."""
-    before = _WRITTEN_OUT.set(fenced)
-    try:
+    with _set(_WRITTEN_OUT, fenced):
         yield
-    finally:
-        _WRITTEN_OUT.reset(before)
 
 
 def checkpoint(fn: Callable, policy: Keep | Callable | None, *, fenced: bool | None = None) -> Callable:
@@ -154,19 +150,15 @@ def checkpoint(fn: Callable, policy: Keep | Callable | None, *, fenced: bool | N
         )
     chosen = policy.policy() if isinstance(policy, Keep) else policy
     if isinstance(policy, Keep) and policy.offload != ():
-        fn = _offloading(fn)
+        fn = _set(_OFFLOADS, True)(fn)
     return jax.checkpoint(fn, policy=chosen, prevent_cse=_WRITTEN_OUT.get() if fenced is None else fenced)
 
 
-def _offloading(fn: Callable) -> Callable:
-    """The function, whose marks may be kept in the host's memory."""
-
-    @functools.wraps(fn)
-    def traced(*args, **kwargs):
-        before = _OFFLOADS.set(True)
-        try:
-            return fn(*args, **kwargs)
-        finally:
-            _OFFLOADS.reset(before)
-
-    return traced
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar[bool], value: bool) -> Generator[None]:
+    """Within it, or in calls of a function that it decorates, a variable has this value."""
+    before = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(before)

@@ -16,7 +16,7 @@ from trellis.notation.state import State
 from trellis.program.natural import placed
 from trellis.program.reading import LEAVE, Body, Operation, Program, Value
 from trellis.program.rules import States
-from trellis.program.sizes import is_auto, shape_at, state_by, state_of_spec
+from trellis.program.sizes import is_auto, shape_at, state_by
 
 # How often a loop's body is gone through: what a turn returns may be in more slices than what the first one was given.
 _TURNS = 2
@@ -55,7 +55,7 @@ class _Places:
             elif operation.name == LEAVE:
                 self.leave(operation)
             elif any(is_auto(value.aval) for value in operation.results):
-                self.plain(operation)
+                list(self.states.implied(operation))  # which notes where results lie
 
     def by_sharding(self, value: Value, sharding: Any) -> None:
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
@@ -72,17 +72,8 @@ class _Places:
         value = operation.results[0]
         if is_auto(value.aval):
             spec = specs[self.left[call] % len(specs)]
-            self.states.known[value] = state_of_spec(spec, len(value.shape))
+            self.by_sharding(value, NamedSharding(value.aval.sharding.mesh, spec))
         self.left[call] += 1
-
-    def plain(self, operation: Operation) -> None:
-        """By the rules, which know an operation's first result; others lie as the operand of their shape does."""
-        for _ in self.states.implied(operation):
-            pass
-        for value in operation.results[1:]:
-            alike = [self.states[x] for x in operation.inputs if x.shape == value.shape]
-            if alike and value not in self.states.known:
-                self.states.known[value] = max(alike, key=_slices)
 
     def within(self, operation: Operation) -> None:
         """A loop, branches or a call: what bodies are given lies as its operands do, what it gives as their results."""

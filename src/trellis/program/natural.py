@@ -13,9 +13,9 @@ def placed(axes, pending=frozenset(), copied=frozenset()) -> State:
     return State("explicit", tuple(axes), pending, copied)
 
 
-def elementwise(operation: Operation, states: list[State]) -> State:
+def elementwise(operation: Operation, states: list[State], result: int = 0) -> State:
     """As the operand of the same shape that is sliced most."""
-    shape = operation.results[0].shape
+    shape = operation.results[result].shape
     same = [state for state, v in zip(states, operation.operands) if getattr(v.aval, "shape", None) == shape]
     return max(same, key=lambda state: len(state.sliced), default=placed([()] * len(shape)))
 

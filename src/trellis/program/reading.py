@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from trellis._compat import scan_counts
 from trellis.notation.state import State
 from trellis.program.scopes import direction_of, share_of_turns
-from trellis.program.sizes import itemsize, local_bytes, local_shape, shape_at, state_at
+from trellis.program.sizes import itemsize, local_shape, shape_at, state_at
 from trellis.program.source import label_of, source_of
 
 # A call of `shard_map` is inlined between these: its operands become slices, and its results whole arrays.
@@ -84,9 +84,7 @@ class Value:
     @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes on one device."""
-        if self.placed is None:
-            return local_bytes(self.aval)
-        return int(math.prod(self.local_shape) * itemsize(self.aval.dtype))
+        return int(math.prod(self.local_shape) * itemsize(self.aval.dtype)) if hasattr(self.aval, "dtype") else 0
 
     @functools.cached_property
     def on_host(self) -> bool:

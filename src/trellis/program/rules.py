@@ -72,12 +72,9 @@ class States:
             return
         name, out = operation.name, operation.results[0]
         states = [self[value] for value in operation.operands if hasattr(value.aval, "shape")]
-        if name in (ENTER, LEAVE):
-            if is_auto(out.aval):
+        if name in (ENTER, LEAVE) or name == "reshard" and is_auto(out.aval):
+            if is_auto(out.aval) and out.placed is None:
                 self.known[out] = states[0]
-            return
-        if name == "reshard" and is_auto(out.aval):
-            self.known[out] = states[0]
             return
         if name == "sharding_constraint" and out.placed is not None:
             after = out.placed
@@ -108,6 +105,7 @@ class States:
             self.unclear.add(out)
         if is_auto(out.aval):
             self.known[out] = natural
+            self.known |= {v: elementwise(operation, states, n) for n, v in enumerate(operation.results) if n}
             return
         after = out.state
         if name == "dot_general":
@@ -198,7 +196,7 @@ class States:
         ]
         of_batch = {a for n, state in enumerate(states) for i in batch[n] for a in state.axes[i]}
         summed = [set(state.sliced) - free[n] - of_batch for n, state in enumerate(states)]
-        first = len(batch[0]) + len(states[0].axes) - len(contracted[0]) - len(batch[0])  # of the other's dimensions
+        first = len(states[0].axes) - len(contracted[0])  # of the other's dimensions
         wanted = _wanted(operation.results[0])
         kept = [set(), set()] if wanted is None else [{*sum(w, ())} for w in (wanted[:first], wanted[first:])]
         size = [num_bytes(v.aval) // self._count(state.sliced) for v, state in zip(operation.operands, states)]

@@ -26,12 +26,6 @@ def state_by(sharding: jax.sharding.NamedSharding, ndim: int) -> State:
     return _state(sharding, ndim, True)
 
 
-def state_of_spec(spec: jax.sharding.PartitionSpec, ndim: int) -> State:
-    """The same by a spec alone."""
-    dims = [_axes(entry) for entry in spec.partitions]
-    return State("explicit", (*dims, *[()] * (ndim - len(dims))))
-
-
 @functools.lru_cache(4096)  # a program has few of them, and reads them by the ten thousand
 def _state(sharding: jax.sharding.NamedSharding, ndim: int, auto: bool) -> State:
     mesh, spec = sharding.mesh, sharding.spec

@@ -167,9 +167,9 @@ class LayoutChoice:
     """Refuse operations that would gather a sliced axis on their own (sort, cumsum, top_k). Set it to true to find
     where an operation gathers without being asked."""
     mode: Literal["explicit", "auto"] = "explicit"
-    """What places communication: the types, or the compiler. In auto, attention and experts still go as the types say,
-    since no compiler can slice their kernels and exchanges. Choose auto to compare with what the compiler places by
-    itself."""
+    """What places communication: the types, or the compiler. In auto, attention, experts and the loss still go as the
+    types say, since no compiler can slice their kernels, exchanges and chunks. Choose auto to compare with what the
+    compiler places by itself."""
     context: Kind = "ring"
     """How attention reaches keys of other slices along mesh.context: ring passes keys and values from device to device
     beside the kernels, gather gathers them, exchange swaps slices of positions for slices of heads and back. Choose
