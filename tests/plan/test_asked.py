@@ -17,7 +17,7 @@ from trellis.plan.advice import advice
 from trellis.plan.frontier import why_lost
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import search
-from trellis.plan.text import as_json, text
+from trellis.plan.text import as_json, link_table, text
 from trellis.recipes import load_run
 
 
@@ -165,6 +165,9 @@ def test_advice_on_products_and_on_activations_can_be_followed():
     assert "are products in float32, at 17% of bfloat16's rate: --precision.compute bfloat16" in found
     assert "too small to fill" not in found
     assert "over model: use less of it (--mesh.model 1), or --layout.overlap mlp,heads\n" in found
+    auto = quick_plan(load_run("tiny", sizes | {"layout.mode": "auto"}), target("v5e:2x4"))
+    by_types = "over model: use less of it (--mesh.model 1), or --layout.mode explicit --layout.overlap mlp,heads\n"
+    assert by_types in "\n".join(advice(auto)) and auto.ledger.chosen in link_table(auto) and not plan.ledger.chosen
     wide = dataclasses.replace(plan, work=tuple(dataclasses.replace(p, dtype="bfloat16") for p in plan.work))
     assert "in float32" not in "\n".join(advice(wide))
     small = [dataclasses.replace(piece, dtype="bfloat16", dims=(8, 8, 8)) for piece in plan.work if any(piece.dims)]

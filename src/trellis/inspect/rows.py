@@ -172,6 +172,12 @@ class Ledger:
             sums[row.kind] += row.total
         return {kind: sums[kind] for kind in KINDS if sums[kind]}
 
+    @property
+    def chosen(self) -> str:
+        """That the compiler chooses along axes in auto mode, in words; empty without any."""
+        chosen = f"the compiler chooses what moves along {', '.join(self.auto)} (auto mode)" if self.auto else ""
+        return f"{chosen}; rows are what the program tells it" if chosen and self.rows else chosen
+
     def as_dict(self) -> dict:
         """Everything as plain data."""
         rows = [dataclasses.asdict(row) | {"axes": list(row.axes), "total": row.total} for row in self.rows]
@@ -182,10 +188,8 @@ class Ledger:
         return json.dumps(self.as_dict())
 
     def __str__(self) -> str:
-        unknown = f"the compiler chooses what moves along {', '.join(self.auto)} (auto mode)" if self.auto else ""
-        unknown += "; rows are what the program tells it" if self.auto and self.rows else ""
         if not self.rows:
-            return unknown or "no communication"
+            return self.chosen or "no communication"
         merged: dict[Row, int] = {}
         for row in self.rows:  # the same thing at the same place is one line, counted
             key = dataclasses.replace(row, times=1, parameter="", down=False, same=1)
@@ -206,4 +210,4 @@ class Ledger:
         header = ("collective", "axis", "of", "bytes", "times", "total", "in", "at")
         sums = ", ".join(f"{axis} {numbers.size(total)}" for axis, total in self.per_axis().items())
         foot = f"each device sends {numbers.size(self.total())} in {self.count()} collectives: {sums}"
-        return "\n".join(filter(None, (aligned(header, lines, right=(3, 4, 5)), foot, unknown)))
+        return "\n".join(filter(None, (aligned(header, lines, right=(3, 4, 5)), foot, self.chosen)))

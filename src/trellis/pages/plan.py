@@ -167,7 +167,8 @@ def _communication(plan: Plan) -> list[Markup | None]:
         for row in sorted(plan.ledger.rows, key=lambda row: -row.total)
     ]  # fmt: skip
     header = ("collective", "mesh axis", "of", "bytes", "times", "in a step", "pass", "at")
-    return _long(rows, header, right=(3, 4, 5))
+    said = plan.ledger.chosen
+    return [_quiet(f"{said[:1].upper()}{said[1:]}.") if said else None, *_long(rows, header, right=(3, 4, 5))]
 
 
 def _compiled(verdict: Verdict) -> list[Markup]:

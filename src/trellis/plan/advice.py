@@ -113,10 +113,11 @@ def _links(plan: Plan, axes: tuple[str, ...], share: float) -> list[str]:
     if "model" in axes:
         kinds = {line.kind for line in plan.times.lines if "model" in line.axes and line.role == "activations"}
         sliced, rings = "reduce-scatter" in kinds, "permute" in kinds
-        more = ", or --layout.overlap mlp,heads" if sliced else ", or --layout.preset fsdp_tensor_sequence"
+        by_types = "--layout.mode explicit " if plan.ledger.auto else ""  # an overlapped product needs it
+        more = f"{by_types}--layout.overlap mlp,heads" if sliced else "--layout.preset fsdp_tensor_sequence"
         return [
             f"{share:.0%} of the step waits for activations over {axis}: use less of it (--mesh.model "
-            f"{max(plan.mesh.get('model', 1) // 2, 1)}){'' if rings else more}"
+            f"{max(plan.mesh.get('model', 1) // 2, 1)}){'' if rings else f', or {more}'}"
         ]
     return [
         f"{share:.0%} of the step waits for weights and gradients over {axis}: more tokens a device (a larger "

@@ -141,9 +141,11 @@ def link_table(plan: Plan) -> str:
         rate = f"{total / seconds[axis] / 1e9:.0f} GB/s" if seconds[axis] else ""
         rows.append((axis, numbers.size(total), rate, numbers.seconds(seconds[axis]), where))
     if not rows:
-        return "communication: none"
+        return "\n".join(filter(None, ("communication: none", plan.ledger.chosen)))
     header = ("mesh axis", "a device sends", "at", "takes", "over")
-    return "communication in a step\n" + aligned(header, rows, right=(1, 2, 3))
+    return "\n".join(
+        filter(None, ("communication in a step", aligned(header, rows, right=(1, 2, 3)), plan.ledger.chosen))
+    )
 
 
 def text(plan: Plan, *, formulas: bool = False, fitted: Sequence[str] = (), ways: Sequence[str] = ()) -> str:
