@@ -129,9 +129,16 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_run_cannot_be_on_its_mesh(case, run_file, tmp_path, capsys):
+# Attention and experts go as the layout says where a compiler places the rest, too.
+IN_BOTH = "key heads", "pieces of a sequence", "an exchange", "the order of positions", "an exchange of whole tokens"
+
+
+@pytest.mark.parametrize(
+    ("case", "mode"), [(case, "explicit") for case in REFUSED] + [(case, "auto") for case in IN_BOTH]
+)
+def test_what_a_run_cannot_be_on_its_mesh(case, mode, run_file, tmp_path, capsys):
     options, rule, seen, where, fix = REFUSED[case]
+    options = options if mode == "explicit" else options | {"layout.mode": mode}
     devices = math.prod(size for name, size in options.items() if name.startswith("mesh."))
     words = [w for name, value in options.items() for w in (f"--{name}", json.dumps(plain(value)).strip('"'))]
     code, _, err = trellis(capsys, "train", run_file, "--run-dir", tmp_path / "run", "--devices", devices, *words)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.models.small import CONFIGS
 from trellis.data import FileSource, Tokenizer, find_files, open_store, tokenize
 from trellis.data.store.opening import convert
 from trellis.errors import UserError
@@ -48,6 +49,26 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     assert error.value.where == str(tmp_path / "run.yaml")
     assert error.value.fix == (f"use another --run-dir, or resume what is there: trellis train {tmp_path}")
     assert open_run(tmp_path) == tiny()
+
+
+def test_a_resumed_run_may_compute_the_same_in_another_way(tmp_path):
+    """A mesh of one microbatch has none to accumulate, and not every mesh or platform has each way to experts."""
+    model = CONFIGS["mixtral"]
+    routed = lambda **options: dataclasses.replace(model, routing=dataclasses.replace(model.routing, **options))
+    run = dataclasses.replace(
+        tiny(), model=routed(way="slots", slack=2.0), microbatches=2, accumulation="sharded",
+        compiler_options={"xla_cpu_enable_fast_math": "false"},
+    )  # fmt: skip
+    claim(tmp_path, run)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    other = {"microbatches": 1, "accumulation": "pending", "compiler_options": {}}
+    other = dataclasses.replace(run, model=routed(way="gather", interleave=2), **other)
+    claim(tmp_path, other)
+    assert open_run(tmp_path) == other
+    for changed in ({"dispatch": "mxfp8"}, {"balance": 0.5}):
+        with pytest.raises(UserError, match="A run folder holds one run") as error:
+            claim(tmp_path, dataclasses.replace(other, model=routed(**changed)))
+        assert f"model.routing.{next(iter(changed))}" in error.value.seen and "way" not in error.value.seen
 
 
 def test_stores_may_have_moved_and_nothing_else_of_the_data(tmp_path):

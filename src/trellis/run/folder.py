@@ -17,12 +17,14 @@ from trellis.run.schema import plain
 
 # Fields that the sizes of a mesh have to divide, and that stay as they are when a run is resumed.
 _STAYS = ("batch_size", "data.sequence_length")
-# Fields that may differ when a run is resumed: how long and where it trains, and what is written about it; not the
-# model, its data or its optimizer.
+# Fields that may differ when a run is resumed: how long, where and in which way it is computed, and what is written
+# about it; not what it computes: its model, its data or its optimizer.
 _MAY_CHANGE = (
     "name", "steps", "mesh", "layout", "devices", "distributed", "checkpoints", "evaluation", "logging", "guard",
-    "deadline", "profile", "microbatches", "cpu", "remat", "skip_nonfinite",
+    "deadline", "profile", "microbatches", "accumulation", "cpu", "remat", "skip_nonfinite", "compiler_options",
 )  # fmt: skip
+# Those of `model.routing`: how tokens get to their experts, which each mesh does in its own way.
+_OF_ROUTING = ("way", "slack", "interleave")
 # The `config.json` of the folder that a run was imported from.
 IMPORTED = "imported.json"
 # How often a folder that is held is tried again, and the seconds between.
@@ -148,6 +150,9 @@ def _learned(run: Run) -> dict[str, Any]:
     """
     found = {name: value for name, value in plain(run).items() if name not in _MAY_CHANGE}
     found["data"] = found["data"] | {"source": _without_places(found["data"]["source"])}
+    if routing := found["model"].get("routing"):
+        stays = {name: value for name, value in routing.items() if name not in _OF_ROUTING}
+        found["model"] = found["model"] | {"routing": stays}
     said = lambda entry: {k: v for k, v in entry.items() if v is not None and k not in _MAY_CHANGE}
     return found | {"lengths": [said(entry) for entry in found["lengths"]]}
 

@@ -35,12 +35,12 @@ def check_on_mesh(run: Run, layout: Layout, model: LanguageModel) -> None:
     declared = [p for p in parameters(model) if is_named(p.leaf)]
     _check_batch(run, layout)
     _check_widths(layout, declared)
+    _check_attention(run, layout)
+    if isinstance(routing := getattr(run.model, "routing", None), Routing):
+        check_way(routing.way, places_of(layout), platform_of_devices(layout.mesh))
+        _check_parts(run, layout, routing)
     if mode_of(layout.mesh) == "explicit":
-        _check_attention(run, layout)
         _check_dealt(layout, declared)
-        if isinstance(routing := getattr(run.model, "routing", None), Routing):
-            check_way(routing.way, places_of(layout), platform_of_devices(layout.mesh))
-            _check_parts(run, layout, routing)
         _check_stages(run, layout)
         if run.mesh.stage > 1 and not model.looks_ahead:
             _check_permutes(run, layout, declared)
@@ -110,7 +110,7 @@ def _check_divides(rule: str, field: str, size: int, parts: Mapping[str, int]) -
 def _check_attention(run: Run, layout: Layout) -> None:
     """Refuses layouts under which devices would not have the keys that their queries need."""
     (_, pos, heads, head_dim), (_, _, kv_heads, key_dim) = layout.assign(QUERY), layout.assign(KEY)
-    if head_dim or key_dim:
+    if (head_dim or key_dim) and mode_of(layout.mesh) == "explicit":  # a compiler adds up the parts of scores
         raise UserError(
             "Attention needs each head whole: head_dim cannot be sliced in use.",
             seen=f"head_dim over {'/'.join(head_dim or key_dim)}",
