@@ -137,6 +137,21 @@ def test_a_process_that_writes_nothing_tells_the_same_of_a_refusal(tmp_path):
     assert (tmp_path / "run.yaml").read_text() == "what the first process wrote"
 
 
+@pytest.mark.parametrize(
+    ("where", "seen", "among"),
+    [
+        ("batch_size", "12 over data=2 x microbatches=4 = 8", "--devices, --microbatches or --mesh sizes"),
+        ("model.heads", "model.heads=4 over model=3", "--devices or --mesh sizes"),
+    ],
+)
+def test_a_resumed_run_is_told_what_it_may_change(where, seen, among, tmp_path):
+    claim(tmp_path, tiny())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError) as error, unchanged_if_refused(tmp_path):
+        raise UserError("Must divide.", seen=seen, where=where, fix=f"use --{where} 3 or 6, or --mesh sizes")
+    assert error.value.fix == f"use {among} that divide it: a resumed run keeps its {where}"
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_batch_that_does_not_divide_is_mended_by_the_mesh_where_a_run_goes_on(begun, tmp_path):
     claim(tmp_path, tiny())

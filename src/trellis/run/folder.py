@@ -15,8 +15,8 @@ from trellis.run.config import Distributed, Run
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import plain
 
-# Fields that the sizes of a mesh have to divide, and that stay as they are when a run is resumed.
-_STAYS = ("batch_size", "data.sequence_length")
+# Fields that the sizes of a mesh have to divide, and that stay as they are when a run is resumed. Of a model, all are.
+_STAYS = ("batch_size", "data.sequence_length", "model.")
 # Fields that may differ when a run is resumed: how long, where and in which way it is computed, and what is written
 # about it; not what it computes: its model, its data or its optimizer.
 _MAY_CHANGE = (
@@ -133,10 +133,16 @@ def unchanged_if_refused(folder: Path, *, write: bool = True) -> Generator[None]
             raise
         if write:
             path.write_bytes(text)
-        if isinstance(error, UserError) and error.where in _STAYS and error.fix.startswith(f"use --{error.where} "):
-            fix = f"use --devices or --mesh sizes that divide it: a resumed run keeps its {error.where}"
+        if isinstance(error, UserError) and _asks_for_another(error):
+            several = ", --microbatches" if "microbatches=" in str(error.seen) else ""
+            fix = f"use --devices{several} or --mesh sizes that divide it: a resumed run keeps its {error.where}"
             raise UserError(error.rule, seen=error.seen, where=error.where, fix=fix) from error
         raise
+
+
+def _asks_for_another(error: UserError) -> bool:
+    """Whether an error suggests another value for a field that a resumed run keeps."""
+    return error.where.startswith(_STAYS) and error.fix.startswith(f"use --{error.where} ")
 
 
 def _size(path: Path) -> int:
