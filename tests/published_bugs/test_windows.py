@@ -112,6 +112,36 @@ def test_windows_that_lose_gradients_are_refused():
         tr.ledger(scattered(3, 1), x)
 
 
+def test_windows_where_the_compiler_places_everything_are_refused_on_several_devices():
+    mesh = tr.make_mesh(jax.devices()[:4], axis_type="auto", data=4)
+    x = jax.device_put(X, jax.NamedSharding(mesh, P(None, "data")))
+    with jax.set_mesh(mesh):
+        with pytest.raises(UserError, match="windows of 3 that move on by 1 on data=4, which the compiler slices by"):
+            tr.ledger(scattered(3, 1), x)
+        found, right = jax.jit(scattered(3, 1))(x), scattered(3, 1)(X)
+        assert np.abs(found - right).max() > 0.1 * np.abs(right).max()
+        tr.ledger(scattered(3, 2), x)
+    alone = tr.make_mesh(jax.devices()[:1], axis_type="auto", data=1)
+    with jax.set_mesh(alone):
+        tr.ledger(scattered(3, 1), jax.device_put(X, jax.NamedSharding(alone, P())))
+
+
+@pytest.mark.parametrize("first", ["trace", "lower", "types", "within"])
+def test_a_program_is_refused_whatever_was_asked_of_it_before(first):
+    """JAX keeps what it traced, also for another program, and traces nothing anew for a call."""
+    step, (x, weight) = tr.named_jit(gradient(depthwise)), placed("data")
+    if first == "within":
+        jax.jit(lambda *given: step(*given)).trace(weight, x)
+    else:
+        with pytest.raises(UserError, match="summed over all mesh axes"):
+            {"trace": step.trace, "lower": step.lower, "types": lambda *given: jax.eval_shape(step, *given)}[first](
+                weight, x
+            )
+    for _ in range(2):
+        with pytest.raises(UserError, match="summed over all mesh axes"):
+            step(weight, x)
+
+
 @pytest.mark.parametrize(
     ("size", "stride", "spec"), [(2, 2, (None, "data")), (3, 2, (None, "data")), (3, 1, ("data",))]
 )

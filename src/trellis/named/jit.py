@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from trellis._compat import is_tracer
-from trellis.errors import TrellisError, shortened
+from trellis.errors import shortened
 from trellis.frames import users_line
 from trellis.mesh.landing import put
 from trellis.mesh.layout import Layout, current_layout
@@ -181,7 +181,8 @@ def named_jit(
 
     Raises:
         NamesError: not a function, a map or positions; or, in a call, an array that is donated and given a second time.
-        UserError, PendingSumError: after the first call, compilers get such a program wrong (`tr.ledger` says which).
+        UserError, PendingSumError: compilers get such a program wrong (`tr.ledger` says which). It is read when it is
+            first called with arrays, lowered or traced; not where another program, or a gradient of it, calls it.
     """
     for option, ours in (("donate_argnums", "donate"), ("static_argnums", "static")):
         if option in options:
@@ -197,17 +198,18 @@ def named_jit(
         if which is not None:
             _check_map(which, f"named_jit({what}=...)")
 
-    traced, suspect = 0, False
+    traced, right = 0, set()  # how many programs there are, and those that were read and not refused
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
         nonlocal traced
-        traced += 1
         if inputs is not None and current_layout() is not None:
             args = tuple(a if i in fixed else shard(a, inputs) for i, a in enumerate(args))
             kwargs = shard(kwargs, inputs)
         out = fn(*args, **kwargs)
-        return out if outputs is None or current_layout() is None else shard(out, outputs)
+        out = out if outputs is None or current_layout() is None else shard(out, outputs)
+        traced += 1
+        return out
 
     compiled = jax.jit(run, donate_argnums=donated, static_argnums=fixed or None, **options)
     named = _names_of(fn, donated)
@@ -231,7 +233,7 @@ def named_jit(
     def used(*args, **kwargs):
         if donated:
             _check_given_once(donated + named, args, kwargs)
-        if suspect:  # a program of it was refused, and JAX has kept that one, too
+        if traced > len(right):  # one was refused, or traced for its types; JAX has kept it
             read(*args, **kwargs)
         before = traced
         try:
@@ -253,25 +255,26 @@ def named_jit(
 
     def read(*args, **kwargs):
         """Refuses what compilers get wrong. JAX has kept the program, and traces nothing again."""
-        nonlocal suspect
         layout = current_layout()
         mesh = mesh_of((args, kwargs)) if layout is None else layout.mesh
-        if not any(map(is_tracer, jax.tree.leaves((args, kwargs)))):
-            program = compiled.trace(*args, **kwargs).jaxpr.jaxpr
+        if any(map(is_tracer, jax.tree.leaves((args, kwargs)))):
+            return
+        program = compiled.trace(*args, **kwargs).jaxpr.jaxpr
+        if program not in right:
             on_cpus = isinstance(mesh, jax.sharding.Mesh) and are_cpus(mesh)
-            try:
-                refuse_traced(program, mesh, moves_sums=not on_cpus)
-            except TrellisError:
-                suspect = True
-                raise
+            refuse_traced(program, mesh, moves_sums=not on_cpus)
+            right.add(program)
 
-    def lower(*args, **kwargs):
-        read(*args, **kwargs)
-        return compiled.lower(*args, **kwargs)
+    def reading(use: Callable) -> Callable:
+        def call(*args, **kwargs):
+            read(*args, **kwargs)
+            return use(*args, **kwargs)
+
+        return using(call)
 
     call = using(used)
-    for stage, use in (("lower", lower), ("trace", compiled.trace)):
-        setattr(call, stage, using(use))
+    for stage, use in (("lower", compiled.lower), ("trace", compiled.trace)):
+        setattr(call, stage, reading(use))
     return call
 
 

@@ -41,13 +41,13 @@ def refuse_windows(program: Program) -> None:
         if is_grouped(operation.name, operation.params):
             _refuse_groups(operation, program)
         elif is_of_largest(operation.name):
-            _refuse_overlaps(operation)
+            _refuse_overlaps(operation, program)
 
 
 def _refuse_groups(operation: Operation, program: Program) -> None:
     states = [value.state for value in operation.operands]
     if program.auto and states[0].mode != "manual":  # types do not say what is summed
-        sizes = [f"{axis}={size}" for axis, size in program.mesh.items() if size > 1]
+        sizes = _sizes(program)
         wrong, along = len(sizes) > 1, f"on {', '.join(sizes)}, of which the compiler chooses"
     else:
         real, sliced = _real_axes(operation), {axis for state in states for axis in state.sliced}
@@ -65,18 +65,28 @@ def _refuse_groups(operation: Operation, program: Program) -> None:
         )
 
 
-def _refuse_overlaps(operation: Operation) -> None:
+def _refuse_overlaps(operation: Operation, program: Program) -> None:
     state, real = operation.operands[1].state, _real_axes(operation)
     windows, strides = operation.params["window_dimensions"], operation.params["window_strides"]
+    by_compiler = _sizes(program) if state.mode == "auto" else []  # any dimension may be sliced
     for axes, window, stride in zip(state.axes, windows, strides):
-        if window >= 2 * stride and any(axis in real for axis in axes):
+        sliced = [axis for axis in axes if axis in real]
+        if window >= 2 * stride and (sliced or by_compiler):
+            along = f"along {'/'.join(axes)}" if sliced else f"on {', '.join(by_compiler)}, which the compiler slices by"
             raise UserError(
                 "Windows whose maximum has a gradient must not reach far over the ends of slices: compilers lose some "
                 "of it.",
-                seen=f"{_types(operation)}, windows of {window} that move on by {stride} along {'/'.join(axes)}",
+                seen=f"{_types(operation)}, windows of {window} that move on by {stride} {along}",
                 where=operation.source,
-                fix="hold this dimension whole on each device, or take the maximum of shifted arrays",
+                fix="take the maximum of shifted arrays, or windows of each device's slice, in tr.shard_map"
+                if by_compiler
+                else "hold this dimension whole on each device, or take the maximum of shifted arrays",
             )
+
+
+def _sizes(program: Program) -> list[str]:
+    """The mesh axes of several devices, with their sizes."""
+    return [f"{axis}={size}" for axis, size in program.mesh.items() if size > 1]
 
 
 def _types(operation: Operation) -> str:
