@@ -378,6 +378,20 @@ def test_known_good_settings():
     assert all(c.run.layout.preset != "fsdp_tensor" for c in found.candidates if c.fits)
 
 
+@pytest.mark.parametrize(
+    "own",
+    [{}, {"layout.mode": "auto"}, {"layout.context": "gather"}],
+    ids=str,
+)
+def test_the_search_plans_the_runs_own_setting(own):
+    """Also if it is one of those that a search does not make."""
+    options = {"data.sequence_length": "8192", "batch_size": "8", "mesh.data": "2", "mesh.context": "2"}
+    run = small(**options | {"layout.preset": "auto", "microbatches": "1", "remat.policy": "none"} | own)
+    found = search(run, target("v5e:2x2"), most=1)
+    (mine,) = [c for c in found.candidates if not c.options]
+    assert (mine.run.layout, mine.run.mesh) == (run.layout, run.mesh)
+
+
 def test_nothing_divides():
     with pytest.raises(UserError, match="use --batch_size 1024"):
         search(small(batch_size="3"), target("4x256xH100"))

@@ -243,7 +243,7 @@ def _options(before: Run, after: Run) -> dict[str, str]:
         found["microbatches"] = str(after.parts)
     if before.accumulation != after.accumulation:
         found["accumulation"] = after.accumulation
-    for name in ("pipeline_microbatches", "pipeline_groups"):
+    for name in ("context_y", "pipeline_microbatches", "pipeline_groups"):
         was, is_now = getattr(before.layout, name), getattr(after.layout, name)
         if was != is_now:
             found[f"layout.{name}"] = "null" if is_now is None else str(is_now)
@@ -351,8 +351,7 @@ def _itself(run: Run, target: Target, written: Run) -> Candidate | None:
 
 def _same(one: Run, run: Run, target: Target) -> bool:
     """Whether a variant is the run's own setting, which is always planned for comparison."""
-    stages = lambda r: (r.layout.pipeline_microbatches, r.layout.pipeline_groups, r.accumulation)
-    parts = lambda r: (r.layout.preset, r.parts, r.remat, *stages(r))
+    parts = lambda r: (r.layout, r.parts, r.remat, r.accumulation)
     try:
         sizes = [r.mesh.resolve(target.num_devices) for r in (one, run)]
     except UserError:
