@@ -113,6 +113,10 @@ WRONG = {
     "no class": (lambda: tr.struct(3), r"a struct must be a class, got int, in struct: write @struct"),
     "no manual function": (lambda: tr.shard_map(3), r"shard_map takes a function, got int, in shard_map: write"),
     "nothing to keep": (lambda: tr.Keep(3), r"Keep takes a list of names, .* got names=3, in Keep: write"),
+    "everything and some": (
+        lambda: tr.Keep(everything=True, offload=("h",)),
+        r"so nothing else can be chosen, got Keep\(names=\(\), offload=\('h',\), .* in Keep: leave everything out",
+    ),
     "no map": (lambda: tr.named_jit(abs, inputs="compuet"), r"got 'compuet', in named_jit\(inputs=\.\.\.\): write"),
     "nothing to compile": (lambda: tr.named_jit(3), r"named_jit takes a function, got 3, in named_jit"),
     "nothing to draw": (lambda: tr.show(3), r"show can draw only arrays and layouts, got int, in show: pass an array"),

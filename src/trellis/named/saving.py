@@ -46,7 +46,10 @@ class Keep:
         names: marks kept on the device (None: everything that is marked).
         offload: marks kept in the host's memory instead (None: everything that is marked).
         products: also keep the results of products without batch dimensions.
-        everything: keep all intermediate values (no recomputation at all).
+        everything: keep all intermediate values, on the device (no recomputation at all).
+
+    Raises:
+        NamesError: not names; or names beside `everything`, which would have no effect.
     """
 
     names: tuple[str, ...] | None = ()
@@ -63,6 +66,12 @@ class Keep:
                     f"Keep takes a list of names, or None for everything that is marked, got {field}={shown(value)}, "
                     "in Keep: write Keep(names=('attn_out', 'mlp_out'))"
                 )
+
+        if self.everything and ((self.names, self.offload) != ((), ()) or self.products):
+            raise NamesError(
+                "everything is kept on the device, so nothing else can be chosen, got "
+                f"{self!r}, in Keep: leave everything out, or the rest"
+            )
 
     def policy(self):
         """The same as a `jax.checkpoint` policy."""

@@ -72,7 +72,9 @@ def _refuse_overlaps(operation: Operation, program: Program) -> None:
     for axes, window, stride in zip(state.axes, windows, strides):
         sliced = [axis for axis in axes if axis in real]
         if window >= 2 * stride and (sliced or by_compiler):
-            along = f"along {'/'.join(axes)}" if sliced else f"on {', '.join(by_compiler)}, which the compiler slices by"
+            along = (
+                f"along {'/'.join(axes)}" if sliced else f"on {', '.join(by_compiler)}, which the compiler slices by"
+            )
             raise UserError(
                 "Windows whose maximum has a gradient must not reach far over the ends of slices: compilers lose some "
                 "of it.",

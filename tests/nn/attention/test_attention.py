@@ -169,15 +169,16 @@ def test_a_traced_scale_and_a_low_precision(arrays):
 def test_what_is_saved_by_name_is_not_computed_again(arrays):
     q, k, v, *_ = arrays
 
-    def exps(save_name):
+    def exps(save_name, **how):
         policy = jax.checkpoint_policies.save_only_these_names("attention")
-        layer = jax.checkpoint(lambda q, k, v: attention(q, k, v, save_name=save_name), policy=policy)
+        layer = jax.checkpoint(lambda q, k, v: attention(q, k, v, save_name=save_name, **how), policy=policy)
         text = str(jax.make_jaxpr(jax.grad(lambda *x: jnp.sum(layer(*x) ** 2)))(q, k, v))
         return len(re.findall(r"(?<!,1)\] = exp ", text))  # those of scores; others are one a row
 
     # Forward and backward once each, against the forward's a second time before the backward.
     assert exps("attention") == 2 * POS // 8
     assert exps(None) == 3 * POS // 8
+    assert (exps("attention", implementation="reference"), exps(None, implementation="reference")) == (1, 2)
 
 
 def test_no_exponential_of_scores_is_made_twice(arrays):

@@ -108,7 +108,9 @@ def dot_product_attention(
         kernel = lambda q, k, v, ids: chunked_attention(q, k, v, ids, save_name=save_name, **scores)
     else:
         own = () if sinks is None else (sinks,)
-        kernel = lambda q, k, v, ids, *own: reference_attention(q, k, v, ids, sinks=own[0] if own else None, **scores)
+        kernel = lambda q, k, v, ids, *own: reference_attention(
+            q, k, v, ids, sinks=own[0] if own else None, save_name=save_name, **scores
+        )
         return place.run(kernel, arrays, own, tuple(spec_of([place.heads], (), state_of(x).copied) for x in own))
     return place.run(kernel, arrays)
 

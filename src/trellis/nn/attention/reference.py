@@ -1,7 +1,10 @@
 """Attention as the formula reads: what the fast implementations are tested against."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from trellis.nn.attention.pattern import Pattern, hidden_score, same_document
 from trellis.nn.attention.sinks import weights_beside
@@ -18,6 +21,7 @@ def reference_attention(
     logit_softcap: float | None,
     upcast: bool,
     sinks: jax.Array | None = None,
+    save_name: str | None = None,
 ) -> jax.Array:
     """Softmax attention that holds every score: `batch kv_heads groups pos key_pos` of them.
 
@@ -36,5 +40,19 @@ def reference_attention(
         scores = jnp.where(seen[None, None, None], scores, hidden_score(dtype))
     if segment_ids is not None:
         scores = jnp.where(same_document(*segment_ids)[:, None, None], scores, hidden_score(dtype))
-    weights = weights_beside(scores, sinks).astype(v.dtype)
+    softmax = jax.nn.softmax if save_name is None else partial(_marked_softmax, save_name)
+    weights = weights_beside(scores, sinks, softmax).astype(v.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, pos, heads, -1)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _marked_softmax(name: str, scores: jax.Array) -> jax.Array:
+    """The softmax over the last dimension, which is marked where its derivative reads it: `name` marks a copy."""
+    return jax.nn.softmax(scores)
+
+
+@_marked_softmax.defjvp
+def _derivative(name: str, primals, tangents):
+    weights = checkpoint_name(jax.nn.softmax(*primals), name)
+    (change,) = tangents
+    return weights, weights * (change - jnp.sum(weights * change, axis=-1, keepdims=True))

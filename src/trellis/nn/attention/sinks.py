@@ -7,26 +7,29 @@ with the rest as parts are (`sliced/tile.py`): from a result `o` and the log of 
 them; the sink's own is minus the sum, over its queries, of its weight times the result's product with its gradient.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 
-def weights_beside(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+def weights_beside(scores: jax.Array, sinks: jax.Array | None, softmax: Callable = jax.nn.softmax) -> jax.Array:
     """The softmax over keys, beside a sink for each head if there are any.
 
     Args:
         scores: `batch kv_heads groups ... key_pos`.
         sinks: `heads`, which is `kv_heads groups`, or None.
+        softmax: over the last dimension.
 
     >>> import jax.numpy as jnp
     >>> weights_beside(jnp.zeros((1, 1, 1, 3)), jnp.zeros(1)).ravel().tolist()
     [0.25, 0.25, 0.25]
     """
     if sinks is None:
-        return jax.nn.softmax(scores, axis=-1)
+        return softmax(scores)
     own = sinks.astype(scores.dtype).reshape(1, scores.shape[1], -1, *[1] * (scores.ndim - 3))
     every = jnp.concatenate([scores, jnp.broadcast_to(own, (*scores.shape[:-1], 1))], axis=-1)
-    return jax.nn.softmax(every, axis=-1)[..., :-1]
+    return softmax(every)[..., :-1]
 
 
 def with_sinks(out: jax.Array, log_sum: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
