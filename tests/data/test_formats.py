@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import tarfile
 
 import numpy as np
@@ -230,6 +231,16 @@ def test_a_text_is_named_once(tmp_path, again):
     with pytest.raises(UserError) as raised:
         find_files([tmp_path / "in", tmp_path / again])
     assert raised.value.rule == "A text must be named once." and "which is the same" in raised.value.seen
+
+
+@pytest.mark.parametrize("named", ["in", "in/pipe"])
+def test_a_pipe_is_refused_and_not_waited_for(named, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "1.txt").write_text("one")
+    os.mkfifo(tmp_path / "in" / "pipe")
+    with pytest.raises(UserError, match="Every input must be a file") as error:
+        find_files(tmp_path / named)
+    assert error.value.seen == f"{tmp_path / 'in' / 'pipe'}, a pipe, socket or device"
 
 
 def test_a_link_that_leads_nowhere(tmp_path):

@@ -5,6 +5,7 @@ import functools
 import glob
 import hashlib
 import os
+import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 
@@ -132,7 +133,7 @@ def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> tuple[
     Folders are searched to any depth, through links too; names that begin with a dot are left out.
 
     Raises:
-        UserError: nothing is found, or the same file twice.
+        UserError: nothing is found, or the same file twice, or something that is no file, such as a pipe.
     """
     paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     found = [file for path in paths for file in (_remote(path) if is_remote(os.fspath(path)) else _local(path))]
@@ -204,6 +205,13 @@ def _local(path):
         )
     for name in names:
         status = os.stat(name)
+        if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for somebody to write to it
+            raise UserError(
+                "Every input must be a file, which can be read from its beginning again.",
+                seen=f"{name}, a pipe, socket or device",
+                where=path,
+                fix="write its text to a file, or remove it from the folder",
+            )
         yield SourceFile(name, name, status.st_size, str(status.st_mtime_ns))
 
 
