@@ -103,6 +103,45 @@ def test_dead_code_moves_nothing():
     assert str(ledger(program, placed((8, 4), "data", None))) == "no communication"
 
 
+@pytest.mark.parametrize("dead", ["carry", "code"])
+def test_dead_code_of_a_while_loop_moves_nothing(dead):
+    """What a turn computes and nothing carries, and what is carried and nothing reads; and what is given for it."""
+
+    def program(x, scale):
+        whole = jax.reshard(scale, P(None, None)) * 2  # given to the loop for what nothing reads
+
+        def turn(state):
+            x, other, i = state
+            moved = jax.reshard(jax.reshard(other, P(None, None)) * whole, P("data", None))
+            return jnp.tanh(x), moved if dead == "carry" else other, i + 1
+
+        return jax.lax.while_loop(lambda state: state[2] < 3, turn, (x, x + 1, jnp.int32(0)))[0]
+
+    def nested(x, scale):
+        return jax.lax.scan(lambda x, _: (program(x, scale), None), x, None, length=2)[0]
+
+    given = [placed((8, 4), "data", None)] * 2
+    for function in (program, nested, jax.jit(program)):
+        assert str(ledger(function, *given)) == "no communication"
+
+
+@pytest.mark.parametrize("read", ["its end", "a later carry"])
+def test_what_a_while_loop_reads_stays(read):
+    def program(x):
+        def turn(state):
+            x, other, i = state
+            mean = jnp.mean(jax.reshard(other, P(None, None)))
+            return (x + mean if read == "a later carry" else x * 2), other * 2, i + 1
+
+        def goes_on(state):
+            _, other, i = state
+            return (i < 3) & (jnp.max(jax.reshard(other, P(None, None))) < 9 if read == "its end" else True)
+
+        return jax.lax.while_loop(goes_on, turn, (x, x + 1, jnp.int32(0)))[0]
+
+    assert ledger(program, placed((8, 4), "data", None)).total(kind="all-gather") > 0
+
+
 def test_a_number_that_fills_an_array_does_not_move():
     mesh = tr.make_mesh(data=8)
     like = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P()))

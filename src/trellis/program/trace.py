@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p
-from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from trellis.notation.binding import TypeMismatch
 from trellis.notation.typeof import is_named
 from trellis.program.by_compiler import place_values
+from trellis.program.dead import without_dead
 from trellis.program.reading import LOOPS, Argument, Program, jaxprs_in
 from trellis.program.sizes import typed
 
@@ -88,7 +88,7 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, *
 
 def live(jaxpr: Jaxpr) -> Jaxpr:
     """A program as compilers see it: without what nothing reads, and not differentiated any more."""
-    return dce_jaxpr(_differentiated(jaxpr, {}), [True] * len(jaxpr.outvars), instantiate=True)[0]
+    return without_dead(_differentiated(jaxpr, {}))
 
 
 def _differentiated(jaxpr: Jaxpr, done: dict) -> Jaxpr:
