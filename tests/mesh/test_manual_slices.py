@@ -76,6 +76,10 @@ UNARY = {
     "a gradient": lambda a: jax.grad(lambda a: (a * a).sum())(a),
     "rows of a row": lambda a: a * a[:, :1],
     "rows cut and joined": lambda a: jnp.concatenate([a[:1], a[1:]]),
+    "a filter of each channel": lambda a: jax.lax.conv_general_dilated(
+        a[None], jnp.ones((a.shape[0], 1, 2)), (1,), [(1, 0)], feature_group_count=a.shape[0]
+    )[0],
+    "a filter": lambda a: jax.lax.conv_general_dilated(a[:, None], jnp.ones((1, 1, 2)), (1,), [(1, 0)])[:, 0],
     "taken apart and stacked": lambda a: jnp.stack(jnp.unstack(a, axis=1), axis=1),
 }
 

@@ -36,14 +36,16 @@ def dot_general(operation: Operation, states: list[State]) -> State:
 
 
 def _convolution(operation: Operation, states: list[State]) -> State:
-    """A sum over the input channels, as in a product; along other dimensions, slices stay where they are. The gradient
-    of a weight is a convolution, too, with the batch in the channels' place, and is a sum over the places of two
-    arrays."""
+    """A sum over the input channels, as in a product; along other dimensions, slices stay where they are, and so they do
+    along channels of which each is convolved by itself. The gradient of a weight is a convolution, too, with the batch in
+    the channels' place, and is a sum over the places of two arrays."""
     numbers, (left, right) = operation.params["dimension_numbers"], states
     (batch, channels, *places), (made, given, *window) = numbers.lhs_spec, numbers.rhs_spec
     along = [() if right.axes[j] else left.axes[i] for i, j in zip(places, window)]
     dims: list[tuple[str, ...]] = [()] * len(left.axes)
-    for at, axes in zip(numbers.out_spec, (left.axes[batch], right.axes[made], *along)):
+    count, groups = operation.operands[0].shape[channels], operation.params["feature_group_count"]
+    each = left.axes[channels] if groups == count == operation.results[0].shape[numbers.out_spec[1]] else ()
+    for at, axes in zip(numbers.out_spec, (left.axes[batch], right.axes[made] or each, *along)):
         dims[at] = axes
     summed = frozenset((*left.axes[channels], *right.axes[given], *(a for j in window for a in right.axes[j])))
     return placed(dims, (left.pending | right.pending | summed) - {a for axes in dims for a in axes})
