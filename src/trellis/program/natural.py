@@ -36,9 +36,9 @@ def dot_general(operation: Operation, states: list[State]) -> State:
 
 
 def _convolution(operation: Operation, states: list[State]) -> State:
-    """A sum over the input channels, as in a product; along other dimensions, slices stay where they are, and so they do
-    along channels of which each is convolved by itself. The gradient of a weight is a convolution, too, with the batch in
-    the channels' place, and is a sum over the places of two arrays."""
+    """A sum over the input channels, as in a product; along other dimensions, slices stay where they are, and so they
+    do along channels of which each is convolved by itself. The gradient of a weight is a convolution, too, with the
+    batch in the channels' place, and is a sum over the places of two arrays."""
     numbers, (left, right) = operation.params["dimension_numbers"], states
     (batch, channels, *places), (made, given, *window) = numbers.lhs_spec, numbers.rhs_spec
     along = [() if right.axes[j] else left.axes[i] for i, j in zip(places, window)]
