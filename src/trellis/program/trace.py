@@ -88,37 +88,52 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, *
 
 def live(jaxpr: Jaxpr) -> Jaxpr:
     """A program as compilers see it: without what nothing reads, and not differentiated any more."""
-    return without_dead(_differentiated(jaxpr, {}))
+    return without_dead(_differentiated(jaxpr))
 
 
-def _differentiated(jaxpr: Jaxpr, done: dict) -> Jaxpr:
+def _differentiated(jaxpr: Jaxpr) -> Jaxpr:
     """A program that is not differentiated any more, so that nothing reads what only a custom derivative would.
 
     The compiler sees it so. A `custom_jvp` call with an argument that its function does not read becomes a plain call.
     """
+
+    def final(equation):
+        call = equation.params.get("call_jaxpr") if equation.primitive is custom_jvp_call_p else None
+        if isinstance(untraced := equation.params.get("jaxpr"), Untraced):
+            inner = untraced.program_of([v.aval for v in equation.invars])
+            return equation.replace(primitive=closed_call_p, params={"call_jaxpr": inner})
+        if call is not None and not _read(call.jaxpr).issuperset(call.jaxpr.invars):
+            return equation.replace(primitive=closed_call_p, params={"call_jaxpr": call})
+        return equation
+
+    return rewritten(jaxpr, final)
+
+
+def rewritten(jaxpr: Jaxpr, change: Callable, done: dict | None = None) -> Jaxpr:
+    """A program with each equation changed, those of the programs within it first; itself if none was.
+
+    Args:
+        jaxpr: the program.
+        change: gives another equation for one, or the same.
+        done: what was rewritten so far.
+    """
+    done = {} if done is None else done
     if id(jaxpr) in done:
         return done[id(jaxpr)][1]
 
-    def final(value):
+    def inner(value):
         if isinstance(value, Jaxpr):
-            return _differentiated(value, done)
+            return rewritten(value, change, done)
         if isinstance(value, ClosedJaxpr):
-            inner = _differentiated(value.jaxpr, done)
-            return value if inner is value.jaxpr else value.replace(jaxpr=inner)
-        return tuple(map(final, value)) if type(value) is tuple else value
+            new = rewritten(value.jaxpr, change, done)
+            return value if new is value.jaxpr else value.replace(jaxpr=new)
+        return tuple(map(inner, value)) if type(value) is tuple else value
 
     equations = []
     for equation in jaxpr.eqns:
-        params = {name: final(value) for name, value in equation.params.items()}
-        call = params.get("call_jaxpr") if equation.primitive is custom_jvp_call_p else None
-        if isinstance(untraced := params.get("jaxpr"), Untraced):
-            inner = untraced.program_of([v.aval for v in equation.invars])
-            equation = equation.replace(primitive=closed_call_p, params={"call_jaxpr": inner})
-        elif call is not None and not _read(call.jaxpr).issuperset(call.jaxpr.invars):
-            equation = equation.replace(primitive=closed_call_p, params={"call_jaxpr": call})
-        elif any(not _same(value, equation.params[name]) for name, value in params.items()):
-            equation = equation.replace(params=params)
-        equations.append(equation)
+        params = {name: inner(value) for name, value in equation.params.items()}
+        same = all(_same(value, equation.params[name]) for name, value in params.items())
+        equations.append(change(equation if same else equation.replace(params=params)))
     changed = any(new is not old for new, old in zip(equations, jaxpr.eqns, strict=True))
     result = jaxpr.replace(eqns=equations) if changed else jaxpr
     done[id(jaxpr)] = jaxpr, result  # keeps the program, since the key is an address that another may get afterwards

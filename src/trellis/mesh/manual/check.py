@@ -10,7 +10,7 @@ what is linear. It also follows which values were settled, and refuses to sum on
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 import numpy as np
@@ -95,6 +95,25 @@ def check_pending(program: Program, bindings: Bindings, untold: Mapping[Value, A
     """
     given = [Held(given=True)] * len(program.inputs)
     return [held.pending for held in _Check(bindings, untold).body(program, given)]
+
+
+def check_second_sums(program: Program, bindings: Bindings, cotangents: Iterable[int] = ()) -> None:
+    """Checks the program of a rule of a `jax.custom_vjp` alone: it must not sum what was summed.
+
+    Args:
+        program: of its forward rule, or of its backward rule.
+        bindings: those of the call, for messages.
+        cotangents: which inputs are cotangents. JAX's types have summed these along each mesh axis along which they
+            are the same on all devices.
+
+    Raises:
+        SecondSum: it sums over devices what was summed over them already.
+    """
+    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    given = [Held(given=True)] * len(program.inputs)
+    for i in cotangents:
+        given[i] = Held(settled=manual - varying(program.inputs[i]), given=True)
+    _SecondSums(bindings, None).body(program, given)
 
 
 class _Check:
@@ -223,6 +242,17 @@ class _Check:
     def refused(self, operation: Operation, held: list[Held]) -> PendingSumError:
         axes = _NONE.union(*(each.pending for each in held))
         return PendingSumError(refusal(operation.name, axes, line_of(operation), self.bindings))
+
+
+class _SecondSums(_Check):
+    """Of a part of a program: which of its inputs are pending, where JAX's types do not say so, the whole one tells."""
+
+    def operation(self, operation: Operation, operands: list[Held]) -> list[Held]:
+        settled = super().operation(operation, [dataclasses.replace(held, pending=_NONE) for held in operands])
+        return [dataclasses.replace(held, pending=_NONE) for held in settled]
+
+    def pending(self, operation: Operation, operands: list[Axes]) -> Axes:
+        return _NONE
 
 
 def _alike(operation: Operation, operands: list[Axes]) -> bool:

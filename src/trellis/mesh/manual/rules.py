@@ -1,49 +1,56 @@
-"""Backward rules of one's own in a manual program, checked before anybody differentiates it from outside.
+"""Backward rules of one's own in a manual program, checked where somebody differentiates it from outside.
 
 The gradient of a call of `shard_map` is JAX's to make, when the function's own program was checked long before. A rule
 that sums over devices what JAX's types have summed, as tensor parallelism is written elsewhere, would count it as often
-as there are devices. So the gradient of a program with such rules is traced once more here, and checked likewise.
+as there are devices. So each rule is checked when JAX traces it: of any `jax.custom_vjp`, wherever it stands and
+whatever else the program computes, and in no program that nobody differentiates.
 """
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.core import eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Jaxpr
+from jax.extend.linear_util import transformation2
 
-from trellis.frames import in_a_library
-from trellis.mesh.manual.check import SecondSum, check_pending
+from trellis.mesh.manual.check import check_second_sums
 from trellis.notation.binding import Bindings
 from trellis.program.reading import Program
-from trellis.program.trace import equations_of
+from trellis.program.trace import rewritten
 
 
-def check_rules(traced, slices, bindings: Bindings) -> None:
-    """Refuses a backward rule of the user's that sums over devices what is the same on all of them.
+def with_checked_rules(program: Jaxpr, bindings: Bindings) -> Jaxpr:
+    """The program of a `shard_map`'s body, whose differentiation refuses a rule that sums a second time.
 
     Args:
-        traced: the body of a `shard_map`, with its constants.
-        slices: its arguments.
+        program: the body.
         bindings: those of the call, for messages.
 
-    Raises:
-        SecondSum: a rule sums a second time.
+    Its gradient raises:
+        SecondSum: a rule sums over devices what is the same on all of them.
     """
-    if not any(map(_is_users, equations_of(traced.jaxpr, "custom_vjp_call"))):
-        return
 
-    def backward(*slices):
-        out, pull = jax.vjp(lambda *slices: eval_jaxpr(traced.jaxpr, traced.consts, *slices), *slices)
-        return pull([x if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0) for x in out])
+    def checked(equation):
+        if equation.primitive.name != "custom_vjp_call":
+            return equation
 
-    try:
-        check_pending(Program(jax.make_jaxpr(backward)(*slices).jaxpr), bindings, None)
-    except SecondSum:
-        raise
-    except Exception:  # what has no gradient is told to whoever asks for one
-        return
+        def forward(make, *differentiated):
+            jaxpr, consts = make(*differentiated)
+            check_second_sums(Program(jaxpr), bindings)
+            return jaxpr, consts
 
+        def backward(rule, *given):
+            kept = len(given) - len(equation.outvars)
+            arrays = {i: x for i, x in enumerate(given) if not isinstance(x, SymbolicZero)}
 
-def _is_users(equation) -> bool:
-    """Whether a rule stands in the user's code, by where its function does."""
-    place = str(equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info)
-    return not in_a_library(place.rpartition(" at ")[2].rpartition(":")[0])
+            def run(arrays):
+                made = rule(*(arrays.get(i, x) for i, x in enumerate(given)))
+                return [x for x in jax.tree.leaves(made) if isinstance(x, jax.Array)]
+
+            traced = jax.make_jaxpr(run)(arrays)
+            check_second_sums(Program(traced.jaxpr), bindings, [n for n, i in enumerate(arrays) if i >= kept])
+            return rule(*given)
+
+        around = {"fwd_jaxpr_thunk": forward, "bwd": backward}
+        rules = {name: transformation2(do)(equation.params[name]) for name, do in around.items()}
+        return equation.replace(params=equation.params | rules)
+
+    return rewritten(program, checked)

@@ -16,7 +16,7 @@ from trellis.mesh.landing import placed
 from trellis.mesh.manual.check import check_pending, met_line
 from trellis.mesh.manual.refusals import none_manual, not_along, raise_in_notation, raise_of_call
 from trellis.mesh.manual.reshard import TransitionError, check_slice
-from trellis.mesh.manual.rules import check_rules
+from trellis.mesh.manual.rules import with_checked_rules
 from trellis.mesh.manual.slices import check_slices, joined_in, otherwise, sliced_as
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.notation import (
@@ -349,8 +349,7 @@ class _Call:
                 raise
             read = Program(traced.jaxpr)
             pending, lie, untold = self.checked(read, [_sliced(spec, x.ndim) for spec, x in zip(specs, slices)])
-            check_rules(traced, slices, self.bindings)
-            run = functools.partial(eval_jaxpr, traced.jaxpr, traced.consts)
+            run = functools.partial(eval_jaxpr, with_checked_rules(traced.jaxpr, self.bindings), traced.consts)
             if any(equations_of(traced.jaxpr, "shard_map")):
                 run = jax.jit(run)  # JAX runs one inside another only in a compiled program (0.10.2)
             arrays = run(*slices)
