@@ -14,6 +14,7 @@ For an operation over the names N (those of all operands together):
 """
 
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -270,6 +271,25 @@ def whole(x: NamedArray, names: tuple[str, ...], what: str, by_order: tuple[str,
         )
     axes = tuple(() if n in names else mine for n, mine in zip(x.names, state.axes, strict=True))
     return NamedArray(place(x.array, axes, state.pending, state.copied, names=x.names), x.names)
+
+
+def refuse_slices(operands: Iterable[NamedArray | None], names: tuple[str, ...], what: str) -> None:
+    """In a manual program, refuses slices with which a device cannot compute by itself.
+
+    For what computes on plain arrays: other operations ask `from_slices` and `whole` of their own.
+
+    Args:
+        operands: all of them; None for those that are not given.
+        names: along which every device needs the whole. Others are sliced alike in all operands.
+
+    Raises:
+        NamesError: one of these names is sliced, or another differently.
+    """
+    given = [x for x in operands if x is not None]
+    if any(x.slices for x in given):
+        for x in given:
+            whole(x, names, what)
+        from_slices(given, ())
 
 
 def widen(x: NamedArray, names: tuple[str, ...]):

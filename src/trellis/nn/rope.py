@@ -13,7 +13,7 @@ from trellis.named import Axis, NamedArray, cos, einsum, multiply, outer, sin
 from trellis.named.arguments import number_of
 from trellis.named.backend import swaps_by_product
 from trellis.named.operand import operand
-from trellis.named.placing import move
+from trellis.named.placing import move, refuse_slices
 
 
 def _check_positive(**values: float) -> None:
@@ -195,8 +195,12 @@ def rotate(x: NamedArray, tables, head_dim: str = "head_dim", *, pairs: bool = F
     Names: those of `x`.
     Gradient: rotated back; nothing moves.
     Moves: nothing.
+
+    Raises:
+        NamesError: `head_dim` is sliced in a manual program.
     """
     x = operand(x, "rotate", copies=False)
+    refuse_slices((x, *tables), (head_dim,), "rotate")  # in a manual program a device has its own slice's pairs only
     cos, sin = (t.astype(x.dtype) for t in tables)
     return x * cos + _turned(x, head_dim, pairs) * sin
 
