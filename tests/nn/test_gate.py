@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import trellis as tr
-from trellis.named import named
+from trellis.named import NamesError, named
 from trellis.nn import geglu, swiglu
 
 GATES = pytest.mark.parametrize(
@@ -91,3 +91,19 @@ def test_fences_of_each_platform():
             return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, x)).count(" optimization_barrier ")
 
     assert [traced(platform) for platform in ("tpu", "cpu", "cuda")] == [1, 2, 2]
+
+
+@GATES
+def test_operands_in_other_slices_of_a_manual_program_are_refused(gated, activation):
+    """Their order on the devices is no part of JAX's types."""
+
+    @tr.shard_map
+    def program(gate: tr.f32["pos/a/b mlp"], up: tr.f32["pos/b/a mlp"]) -> tr.f32["pos/a/b mlp"]:
+        return gated(gate, up)
+
+    x = tr.ones({"pos": 4, "mlp": 2})
+    with (
+        jax.set_mesh(tr.make_mesh(jax.devices()[:4], a=2, b=2)),
+        pytest.raises(NamesError, match="sliced the same way in all operands, got pos over a/b and over b/a"),
+    ):
+        program(x, x)

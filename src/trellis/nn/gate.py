@@ -67,7 +67,7 @@ def _fences(gate, up) -> bool:
         )
     if not named:
         return jax.typeof(gate) == jax.typeof(up)
-    alike = gate.names == up.names and jax.typeof(gate.array) == jax.typeof(up.array)
+    alike = (gate.names, gate.slices) == (up.names, up.slices) and jax.typeof(gate.array) == jax.typeof(up.array)
     return alike and fences_gradients(gate.array)
 
 

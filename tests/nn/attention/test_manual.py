@@ -95,3 +95,26 @@ def test_the_result_is_sliced_as_the_queries_are():
         made = tr.settle(program(placed(mesh, q, Q, {"heads": "model"}), placed(mesh, k, K, {})))
     wanted = nn.dot_product_attention(q, k, k).sum(2)
     np.testing.assert_allclose(np.asarray(made.array), np.asarray(wanted), rtol=1e-5, atol=1e-5)
+
+
+def test_slices_that_only_look_alike_are_refused():
+    """Of the same size on each device, so that no shape tells: another part of the batch, other heads' sinks."""
+    mesh = tr.make_mesh(jax.devices()[:4], data=2, model=2)
+    q, k, _ = arrays(4, 2)
+    over, others = {"batch": "data"}, {"batch": "model"}
+
+    @tr.shard_map
+    def batches(q: f32[sliced(Q, over)], k: f32[sliced(K, others)]) -> f32[sliced(Q, over)]:
+        return nn.attend(q, k, k)
+
+    @tr.shard_map
+    def cached(q: f32[Q], k: f32[K], sinks: f32["heads/model"]) -> f32[Q]:
+        return nn.attend_cached(q, k, k, jnp.int32(3), sinks=sinks)
+
+    same = "a name must be sliced the same way in all operands, got"
+    with jax.set_mesh(mesh):
+        with pytest.raises(NamesError, match=f"{same} batch over data and over model"):
+            batches(placed(mesh, q, Q, over), placed(mesh, k, K, others))
+        sinks = placed(mesh, np.ones(4, np.float32), "heads", {"heads": "model"})
+        with pytest.raises(NamesError, match=f"{same} heads over nothing and over model"):
+            cached(placed(mesh, q[:, :1], Q, {}), placed(mesh, k, K, {}), sinks)

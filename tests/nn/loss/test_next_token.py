@@ -166,3 +166,20 @@ def test_words_and_channels_in_slices_are_refused_in_a_manual_program(name):
     )
     with jax.set_mesh(mesh), pytest.raises(NamesError, match=f"needs the whole of '{name}'"):
         program(put("batch pos embed", jnp.float32), put("vocab embed", jnp.float32), put("batch pos", jnp.int32))
+
+
+def test_tokens_and_targets_in_other_slices_are_refused_in_a_manual_program():
+    """Of the same size on each device, so that no shape tells."""
+
+    @tr.shard_map
+    def program(
+        x: tr.f32["batch/data pos embed"], w: tr.f32["vocab embed"], y: tr.i32["batch/model pos"]
+    ) -> tr.f32[""]:
+        return next_token_loss(x, w, y).total
+
+    x, w, y = np.zeros((4, 3, 8), np.float32), np.zeros((16, 8), np.float32), np.zeros((4, 3), np.int32)
+    with (
+        jax.set_mesh(make_mesh(jax.devices()[:4], data=2, model=2)),
+        pytest.raises(NamesError, match="sliced the same way in all operands, got batch over data and over model"),
+    ):
+        program(named(x, "batch pos embed"), named(w, "vocab embed"), named(y, "batch pos"))

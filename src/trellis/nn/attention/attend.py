@@ -13,7 +13,7 @@ from trellis.mesh.manual.ops import vary
 from trellis.named import NamedArray, NamesError
 from trellis.named.explicitly import explicitly
 from trellis.named.operand import slices_dealt
-from trellis.named.placing import move
+from trellis.named.placing import move, refuse_slices
 from trellis.nn.attention.decode import decode_attention
 from trellis.nn.attention.dispatch import dot_product_attention
 from trellis.nn.attention.sharded import Placement, placement_of
@@ -80,7 +80,7 @@ def _attended(q, k, v, segment_ids, sinks, *, window: int | None, **options) -> 
     """`attend` for a batch, where the types say what is sliced."""
     q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose((*KEY[:3], _width(v)))
     ordered = options.get("causal", True) or window is not None
-    k, v = _own_heads(q, k, v, ordered=ordered)
+    k, v = _own_heads(q, k, v, segment_ids, sinks, ordered=ordered)
     places = _Places.of(current_layout(), q, k, window)
     q, k, v = _in_place(q, k, v, places)
     plain = None
@@ -124,13 +124,17 @@ def _batch_of_one(x: NamedArray) -> NamedArray:
     return NamedArray(jnp.expand_dims(x.array, 0), ("batch", *x.names), ((), *x.slices) if x.slices else ())
 
 
-def _own_heads(q: NamedArray, k: NamedArray, v: NamedArray, *, ordered: bool) -> tuple[NamedArray, NamedArray]:
+def _own_heads(
+    q: NamedArray, k: NamedArray, v: NamedArray, segment_ids, sinks, *, ordered: bool
+) -> tuple[NamedArray, NamedArray]:
     """In manual mode, the key heads that a device's query heads read; refuses slices that would need others.
 
     Args:
         q, k, v: in the order of `QUERY` and `KEY`.
+        segment_ids, sinks: as in `attend`.
         ordered: whether it matters which positions the queries have.
     """
+    refuse_slices((q, k, v, segment_ids, sinks), (), "attend")
     if not (q.slices or k.slices or v.slices):
         return k, v
     (batch, pos, heads, head_dim), *of_keys = (x.slices or ((),) * 4 for x in (q, k, v))
@@ -191,7 +195,7 @@ def attend_cached(
         `"batch pos heads head_dim"` or `value_dim`, with one position.
     """
     q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose((*KEY[:3], _width(v)))
-    k, v = _own_heads(q, k, v, ordered=True)
+    k, v = _own_heads(q, k, v, None, sinks, ordered=True)
     places = _Places.of(current_layout(), q, k, None)
     q, k, v = _in_place(q, k, v, places)
 

@@ -15,7 +15,7 @@ from trellis.named.explicitly import explicitly
 from trellis.named.narrow import TYPES, Kind, Narrow
 from trellis.named.operand import operand
 from trellis.named.pair import moved
-from trellis.named.placing import move, whole
+from trellis.named.placing import move, refuse_slices
 from trellis.named.reduce import reduction
 from trellis.nn.loss.formulas import capped, weighed
 from trellis.nn.loss.linear import LossError, TokenLoss, known_numbers, linear_cross_entropy, reported
@@ -58,7 +58,7 @@ def next_token_loss(
         **options: of `linear_cross_entropy`: `z_loss`, `logit_softcap`, `chunk`.
 
     Raises:
-        NamesError: `vocab` or `embed` is sliced in a manual program.
+        NamesError: in a manual program, `vocab` or `embed` is sliced, or tokens are not sliced alike everywhere.
     """
     tokens = ("batch", "pos")
     known_numbers(options.get("z_loss", 0.0), options.get("logit_softcap"), "next_token_loss")
@@ -69,9 +69,8 @@ def next_token_loss(
     targets = ordered(targets, *tokens)
     weights = None if weights is None else ordered(weights, *tokens)
     bias = None if bias is None else ordered(bias, "vocab")
-    for x in (hidden, unembedding):
-        if x.slices:  # in a manual program a device sums over its own words and channels only
-            whole(x, ("embed", "vocab"), "next_token_loss")
+    # In a manual program a device sums over its own words and channels only.
+    refuse_slices((hidden, unembedding, targets, weights, bias), ("embed", "vocab"), "next_token_loss")
     run = lambda *arrays: _in_place(*arrays, vocab_size, kind, **options)
     return explicitly(run, hidden, unembedding, targets, weights, bias)
 

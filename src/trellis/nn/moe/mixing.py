@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from trellis._compat import mapped_over, maps_around, refuses_copies
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import Layout, current_layout
-from trellis.mesh.manual.ops import Axes, mark_pending, vary
+from trellis.mesh.manual.ops import Axes, mark_pending, vary, varying_axes
 from trellis.named import Axis, NamedArray, dot_each, einsum, one_hot, save, settle, silu
 from trellis.named.backend import RAGGED, platform_of
 from trellis.named.explicitly import explicitly
 from trellis.named.operand import operand
-from trellis.named.placing import move
+from trellis.named.placing import move, refuse_slices
 from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
 from trellis.nn.moe.config import EXPERT_WEIGHTS, Dispatch, Way
@@ -147,6 +147,8 @@ def mix(
 
     Raises:
         ExpertsError: the way is not one that the layout or the backend has.
+        NamesError: in a manual program, more is sliced than tokens, or these not alike. There `exchange_experts` and
+            others bring tokens to the experts' slices.
     """
     how = dict(biases=biases, gated=gated, way=way, slack=slack, groups=groups, dispatch=dispatch)
     return mix_each([(x, choices)], gate, up, down, **how)[0]
@@ -257,7 +259,11 @@ def _mixed(
     arrays = (*of_tokens, gate, up, down, *added)
     narrow = narrow_weights((gate, up, down), kinds)
     if state_of(first.array).mode != "explicit":
-        made = body((), *(a.array for a in (*arrays, *narrow)))
+        # In a manual program a device has its own experts, and its own parts of their products, only.
+        refuse_slices(arrays, ("choices", "embed", "experts", "mlp"), "mix")
+        own = [a.array for a in (*arrays, *narrow)]
+        over = varying_axes(*own)  # so that JAX sums the gradients of weights, of which each has its tokens' share
+        made = body((), *(vary(a, over) for a in own))
         return [x.with_array(out) for x, out in zip(of_tokens[::3], made, strict=True)]
     if mapped_over():
         raise _mapped(chosen)
