@@ -13,7 +13,7 @@ from trellis import bf16, f32
 from trellis.collectives import Ring, RingError, feed_forward, gather_matmul, matmul_reduce, matmul_scatter
 from trellis.notation import struct_shapes
 
-SIZES = {"batch": 8, "pos": 16, "embed": 32, "mlp": 16}
+SIZES = {"batch": 8, "pos": 16, "embed": 32, "mlp": 16, "heads": 4}
 RINGS = [
     Ring(axis="y"),
     Ring(axis="y", both_ways=True),
@@ -27,6 +27,7 @@ PRODUCTS = {
     "scatter": (matmul_scatter, "batch/x mlp/y", "mlp/y embed", "batch/x embed/y"),
     "scatter positions": (matmul_scatter, "batch/x pos mlp/y", "mlp/y embed", "batch/x pos/y embed"),
     "reduce": (matmul_reduce, "batch/x mlp/y", "mlp/y embed", "batch/x embed"),
+    "reduce by heads": (matmul_reduce, "heads batch/x mlp/y", "heads mlp/y embed", "heads batch/x embed"),
 }
 
 
@@ -182,6 +183,13 @@ BAD = [
         Ring(axis="y"),
         "a dimension of the result must be divisible by the number of devices in the ring, got odd=6 on y=4 devices, "
         "in matmul_reduce('batch/x mlp/y, mlp/y odd -> batch/x odd', ring=Ring('y')): use a multiple of 4",
+    ),
+    (
+        (matmul_reduce, "heads mlp/y", "heads mlp/y embed", "heads embed"),
+        Ring(axis="y", chunks=2),
+        "chunks are rows of a name that only the first operand and the result have, got 'heads mlp/y', 'heads mlp/y "
+        "embed' and 'heads embed' with chunks=2, in matmul_reduce('heads mlp/y, heads mlp/y embed -> heads embed', "
+        "ring=Ring('y')): use 1 chunk, or write 'batch in, in out -> batch out'",
     ),
     (
         (gather_matmul, "batch/x embed", "embed mlp/y", "batch/x mlp/y"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import NoReturn
 
 import jax
@@ -110,8 +111,9 @@ def matmul_reduce(text: str, x, weight, *, ring: Ring):
             f"{', '.join(f'{n}={s}' for n, s in zip(free, sizes, strict=True))} on {ring.axis}={call.size} devices",
             f"use a multiple of {call.size}",
         )
-    rows = call.first_free(call.x)
-    call.check_chunks(rows, call.arrays[0].shape[call.x.names.index(rows)])
+    if ring.chunks > 1:
+        rows = call.rows()
+        call.check_chunks(rows, call.arrays[0].shape[call.x.names.index(rows)])
     moved = Moved(name, size // call.size, call.sliced_text(call.result, name))
     return _matmul_reduce(_Spec(ring, moved, call.x.names, call.weight.names, call.result.names), *call.arrays)
 
@@ -200,9 +202,12 @@ class _Call:
             if scattered in shape.names and self.ring.axis in _axes_of(shape, scattered):
                 self.refuse(f"the operands must be whole in '{scattered}' along the ring", f"'{shape}'", _SUM)
 
-    def first_free(self, shape: Shape) -> str | int:
-        return next((n for n in shape.names if n in self.result.names), None) or self.refuse(
-            "the first operand must share a name with the result", f"'{shape}'", "write 'batch in, in out -> batch out'"
+    def rows(self) -> str | int:
+        """The name that chunks are cut along: the weight, which has none of it, is whole for each."""
+        return next(_rows(self.x.names, self.weight.names, self.result.names), None) or self.refuse(
+            "chunks are rows of a name that only the first operand and the result have",
+            f"'{self.x}', '{self.weight}' and '{self.result}' with chunks={self.ring.chunks}",
+            "use 1 chunk, or write 'batch in, in out -> batch out'",
         )
 
     def moved(self, name: str, size: int, shape: Shape) -> Moved:
@@ -237,6 +242,11 @@ class _Call:
 
 def _axes_of(shape: Shape, name: str) -> tuple[str, ...]:
     return next((dim.axes for dim in shape.dims if dim.name == name), ())
+
+
+def _rows(x: Names, weight: Names, result: Names) -> Iterator:
+    """The names that only the first operand and the result have."""
+    return (name for name in x if name in result and name not in weight)
 
 
 def _nearest(whole: int, parts: int) -> int:
@@ -297,12 +307,10 @@ _matmul_scatter.defvjp(_scatter_forward, _scatter_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul_reduce(spec: _Spec, x, weight):
     ring, moved = spec.ring, spec.moved
-    rows = next(name for name in spec.x if name in spec.result)
-    dim, one = spec.x.index(rows), dataclasses.replace(ring, chunks=1)
-    step = x.shape[dim] // ring.chunks
+    rows, one = next(_rows(spec.x, spec.weight, spec.result), None), dataclasses.replace(ring, chunks=1)
     chunks = []
-    for start in range(0, x.shape[dim], step):
-        pairs = [(spec.x, lax.slice_in_dim(x, start, start + step, axis=dim), spec.weight, weight)]
+    for part in [x] if ring.chunks == 1 else jnp.split(x, ring.chunks, spec.x.index(rows)):
+        pairs = [(spec.x, part, spec.weight, weight)]
         mine = scatter_products(one, moved, spec.result, pairs, jnp.result_type(x, weight))
         whole = moved.text.replace(f"{moved.name}/{ring.axis}", moved.name)
         with jax.named_scope(f"ring[{moved.text} -> {whole}]"):
