@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 import trellis as tr
 from trellis.inspect import ledger
 from trellis.program import trace
-from trellis.program.flow import constants, repeats
+from trellis.program.flow import Parameters, constants, repeats
+from trellis.program.reading import Argument, Program
 
 STACK, LAYERS = jnp.ones((3, 4)), 3
 NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
@@ -141,3 +142,36 @@ def test_what_each_device_has_of_its_own_is_not_made_of_nothing(of):
     program = trace(jax.shard_map(of, mesh=mesh, in_specs=P("x"), out_specs=P("x")), x)
     (sine,) = (operation for operation in program.walk() if operation.name == "sin")
     assert not constants(program).issuperset(sine.results)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "bb", "layer.w", "head.w"])
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(0.1)])
+def test_a_gradient_is_that_of_the_parameter_whose_change_it_becomes(name, optimizer):
+    """Of parameters of one shape, whose names end as others' do."""
+    mesh = tr.make_mesh(x=8)
+    first, _, last = name.partition(".")
+    row = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=jax.NamedSharding(mesh, P("x", None)))
+    w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, P("x")))
+    params = {"a": w, "b": w, "bb": w, "layer": {"w": w}, "head": {"w": w}}
+
+    def loss(params, row):
+        w = params[first][last] if last else params[first]
+        w = jax.reshard(w, P(None, reduced={"x"}))
+        return jnp.einsum("ab,b->a", row, w, out_sharding=P("x")).sum()
+
+    def step(params, state, row):
+        updates, state = optimizer.update(jax.grad(loss)(params, row), state)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
+        rows = ledger(step, params, jax.eval_shape(optimizer.init, params), row)
+    assert {row.parameter for row in rows if row.role == "gradients"} == {name}
+
+
+def test_what_an_optimizer_keeps_is_for_the_parameter_with_the_same_path():
+    of = ["model.w", "model.mlp.w", "teacher.w"]
+    kept = {"state.mu.mlp.w": "model.mlp.w", "state.mu.model.w": "model.w", "state.mu.w": "", "state.count": ""}
+    arguments = [Argument(name, "parameters", "") for name in of] + [Argument(name, "optimizer", "") for name in kept]
+    program = Program(jax.make_jaxpr(lambda *xs: [x + 1 for x in xs])(*[1.0] * len(arguments)).jaxpr, arguments)
+    ends = Parameters(program).ends
+    assert [ends.get(result, "") for result in program.results] == of + list(kept.values())

@@ -223,17 +223,30 @@ class Parameters:
 
     def __init__(self, program: Program):
         self.names = {v: a.name for v, a in zip(program.inputs, program.arguments) if a.kind == "parameters"}
+        self.tails: dict[str, list[str]] = {}
+        for name in self.names.values():
+            for tail in filter(None, {name, name.partition(".")[2]}):
+                self.tails.setdefault(tail, []).append(name)
         self.ends: dict[Value, str] = {}
         for result, argument, old in zip(program.results, program.arguments, program.inputs):
             if argument.kind in ("parameters", "optimizer") and result.shape == old.shape:
-                own = [name for name in self.names.values() if argument.name.endswith(name.partition(".")[2])]
-                self.ends.setdefault(result, max(own, key=len, default=""))
+                own = argument.name if argument.kind == "parameters" else self._beside(argument.name)
+                if own:
+                    self.ends.setdefault(result, own)
         self.leaving = {
             inner: outer
             for operation in program.walk()
             for body in operation.bodies[operation.name == "while" :]
             for inner, outer in zip(body.results, operation.results)
         }
+
+    def _beside(self, name: str) -> str:
+        """The parameter that an array of the optimizer is kept for: `optimizer.0.mu.mlp.gate` for `model.mlp.gate`. The
+        path ends as the parameter's, the first step of which may differ; nothing if several are as likely."""
+        while name and name not in self.tails:
+            name = name.partition(".")[2]
+        own = self.tails.get(name, ())
+        return own[0] if len(own) == 1 else ""
 
     def moved_by(self, operation: Operation, role: str) -> str:
         """The path of the parameter that an operation of this role moves, or nothing."""
