@@ -9,6 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import trellis as tr
+from trellis.inspect.compiled import products
+from trellis.inspect.work import work
 from trellis.program import trace
 
 MESH = tr.make_mesh(data=4, model=2, axis_type="auto")
@@ -27,7 +29,7 @@ def lies(fn, *args):
     return [value.placed and value.placed.axes for value in trace(fn, *args).results]
 
 
-X, W = placed((8, 16), "data", None), placed((16, 6), None, "model")
+X, W, Y = placed((8, 16), "data", None), placed((16, 6), None, "model"), placed((16, 16))
 DATA, MODEL, WHOLE = ("data",), ("model",), ()
 
 
@@ -38,6 +40,17 @@ def branch(x):
 def accumulated(x):
     """The sum begins whole, and is sliced from the first turn on."""
     return lax.scan(lambda total, row: (total + row, row.sum()), jnp.zeros(16), constrained(x, None, "model"))
+
+
+def handed_on(x, y):
+    """A turn slices the first carry, the second is made of the first, and so on."""
+    turn = lambda c: (constrained(jnp.tanh(c[0]), "data"), c[0] + 1, c[1] * 2, c[2] @ y)
+    return lax.scan(lambda c, _: (turn(c), None), (x, x, x, x), length=8)[0]
+
+
+def handed_on_while(x, y):
+    turn = lambda c: (constrained(jnp.tanh(c[0]), "data"), c[0] + 1, c[1] * 2, c[2] @ y)
+    return lax.while_loop(lambda c: c[0][0, 0] < 3, turn, (x, x, x, x))
 
 
 def repeated(x):
@@ -58,7 +71,10 @@ def by_hand(x, w):
         (lambda x: jnp.sort(x, axis=1), (X,), [(DATA, WHOLE)]),
         (lambda x: lax.top_k(x, 3), (X,), [(WHOLE, WHOLE)] * 2),  # compilers gather what they look through
         (branch, (X,), [(DATA, WHOLE)]),
+        (lambda x: lax.cond(x[0, 0] > 0, jnp.zeros_like, lambda x: x * 2, x), (X,), [(DATA, WHOLE)]),
         (accumulated, (X,), [(MODEL,), (WHOLE,)]),
+        (handed_on, (Y, Y), [(DATA, WHOLE)] * 4),
+        (handed_on_while, (Y, Y), [(DATA, WHOLE)] * 4),
         (repeated, (X,), [(), (DATA, WHOLE)]),
         (
             lambda x: lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x * 2, x * 0 + 1),
@@ -77,6 +93,14 @@ def by_hand(x, w):
 def test_results_lie_where_arguments_and_constraints_put_them(fn, args, wanted):
     with jax.set_mesh(MESH):
         assert lies(fn, *args) == wanted
+
+
+def test_what_turns_hand_on_is_computed_in_slices():
+    """As in the compiled program, by its operations."""
+    with jax.set_mesh(MESH):
+        (found,) = (w for w in work(trace(handed_on, Y, Y)) if w.kind == "product")
+        (made,) = products(jax.jit(handed_on).lower(Y, Y).compile())
+    assert found.flops == made.flops == 2 * 16**3 // 4
 
 
 def test_sizes_on_a_device_are_those_of_the_slices():

@@ -18,9 +18,6 @@ from trellis.program.reading import LEAVE, Body, Operation, Program, Value
 from trellis.program.rules import States
 from trellis.program.sizes import is_auto, shape_at, state_by
 
-# How often a loop's body is gone through: what a turn returns may be in more slices than what the first one was given.
-_TURNS = 2
-
 
 def place_values(program: Program, shardings: Sequence[Any]) -> None:
     """Notes where values lie that the compiler places (`Value.placed`), and what products take (`Operation.taken`).
@@ -76,7 +73,10 @@ class _Places:
         self.left[call] += 1
 
     def within(self, operation: Operation) -> None:
-        """A loop, branches or a call: what bodies are given lies as its operands do, what it gives as their results."""
+        """A loop, branches or a call: what bodies are given lies as its operands do, what it gives as their results.
+
+        A loop's body is gone through until no turn returns a carry in more slices than the turn was given it in.
+        """
         scan = operation.name == "scan"
         first, carried = operation.carries
         for body in operation.bodies:
@@ -84,18 +84,17 @@ class _Places:
                 state = self.states[operand]
                 turns = scan and index >= first + carried  # a slice along the first dimension for each turn
                 self.by_axes(value, state.axes[1:] if turns else state.axes)
-            for _ in range(_TURNS if operation.is_loop else 1):
+            while True:
                 self.body(body)
                 again = [
                     (value, state)
                     for value, state in zip(body.inputs[first : first + carried], map(self.at, body.results))
                     if _slices(state) > _slices(self.states[value])
                 ]
-                self.states.known.update(again)
                 if not again:
                     break
-            tells = body is operation.bodies[-1] or not operation.is_loop  # not the condition of a loop
-            if tells and len(body.results) == len(operation.results):
+                self.states.known.update(again)
+            if len(body.results) == len(operation.results):
                 for index, (value, state) in enumerate(zip(operation.results, map(self.at, body.results))):
                     axes = ((), *state.axes) if scan and index >= carried else state.axes
                     if value not in self.states.known or _slices(state) > _slices(self.states[value]):
