@@ -53,6 +53,15 @@ def test_names_that_their_mesh_axes_do_not_divide_are_whole_within(auto):
         np.testing.assert_array_equal(y.array, x.array.sum(1))
 
 
+@pytest.mark.parametrize(("batch", "pos", "wanted"), [(3, 5, "batch=3 pos=5"), (3, 4, "batch=3 pos/data=4")])
+def test_a_mesh_axis_goes_to_the_next_name_only_if_it_divides_that(batch, pos, wanted):
+    with tr.Layout(tr.make_mesh(data=2, model=4, axis_type="auto"), {}, {"batch": "data", "pos": "data"}):
+        x = tr.named(values(batch, pos), "batch pos")
+        types, y = seen_by(lambda x: x * 2, True, x)
+        assert types == [f"f32[{wanted}]"]
+        np.testing.assert_array_equal(y.array, x.array * 2)
+
+
 def test_its_gradient_is_that_of_the_function(auto):
     x, w = values(4, 8), values(8, 3)
 

@@ -30,8 +30,9 @@ def explicitly(f: Callable, *args) -> Any:
         return f(*args)
     leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, NamedArray))
     named = [x for x in leaves if isinstance(x, NamedArray)]
-    uneven = {name: None for x in named for name in _uneven(layout, x)}
-    inside = dataclasses.replace(layout.with_compute(uneven), mesh=_explicit(layout.mesh))
+    inside = dataclasses.replace(layout, mesh=_explicit(layout.mesh))
+    while uneven := {name: None for x in named for name in _uneven(inside, x)}:
+        inside = inside.with_compute(uneven)  # which may give their mesh axes to names that these do not divide, either
     places = {i: _place(inside, x) for i, x in enumerate(leaves) if isinstance(x, NamedArray | jax.Array)}
 
     def body(*arrays):
