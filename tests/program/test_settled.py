@@ -79,6 +79,61 @@ def test_outside_of_a_loop_nothing_is_moved_past_the_cast():
     assert len([row for row in rows if row.what.startswith("8 16")]) == 2
 
 
+def pending(w):
+    return jax.reshard(w, P(None, None, unreduced={"x"}))
+
+
+def from_before(x, *, settled: bool):
+    """A sum from before the loop is made pending in each turn, and settled there or after the loop."""
+    total = jax.reshard(jnp.sum(x, 0), P(None, None))
+    zero = jnp.zeros_like(total) if settled else pending(jnp.zeros_like(total))
+    finish = lambda part: jax.reshard(part, P(None, None))
+    turn = lambda c, _: (c + (finish(pending(total)) if settled else pending(total)), None)
+    made = jax.lax.scan(turn, zero, length=3)[0]
+    return made if settled else finish(made)
+
+
+def from_a_loop_before(x):
+    total = jax.lax.scan(
+        lambda c, part: (c + jax.reshard(jnp.sum(part, 0), P(None)), None), jnp.zeros(8), jnp.swapaxes(x, 0, 1)
+    )[0]
+    turn = lambda c, _: (c + jax.reshard(jax.reshard(total, P(None, unreduced={"x"})), P(None)), None)
+    return jax.lax.scan(turn, jnp.zeros(8), length=3)[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: from_before(x, settled=True),
+        lambda x: from_before(x, settled=False),
+        from_a_loop_before,
+    ],
+)
+def test_a_sum_from_before_the_loop_may_be_made_pending_in_it(function):
+    x = jax.device_put(PARTS[0].repeat(2, 0).reshape(4, 4, 8), NamedSharding(MESH, P("x")))
+    with jax.set_mesh(MESH):
+        assert len(ledger(function, x))
+        proof = tr.prove(function, x, on="v5e:2x2", explain=False)
+    assert proof.proven, proof
+
+
+def test_a_sum_of_a_loop_is_not_made_pending_in_a_loop_within():
+    """Which may have one turn, and then is none to a compiler."""
+
+    def accumulated(x):
+        def turn(total, part):
+            settled = jax.reshard(jnp.sum(part, 0), P(None))
+            cast = lambda: jax.reshard(settled, P(None, unreduced={"x"}))
+            return jax.lax.scan(lambda total, _: (total + cast(), None), total, length=1)[0], None
+
+        zero = jax.reshard(jnp.zeros(8), P(None, unreduced={"x"}))
+        return jax.reshard(jax.lax.scan(turn, zero, jnp.swapaxes(x, 0, 1))[0], P(None))
+
+    x = jax.device_put(PARTS[0].repeat(2, 0).reshape(4, 4, 8), NamedSharding(MESH, P("x")))
+    with jax.set_mesh(MESH), pytest.raises(tr.PendingSumError, match="settled in a loop"):
+        ledger(accumulated, x)
+
+
 def test_both_are_the_same_number_where_the_compiler_is_right():
     with jax.set_mesh(MESH):
         got = [jax.jit(accumulated, static_argnames="settled")(W, PARTS, settled=s) for s in (True, False)]

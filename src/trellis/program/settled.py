@@ -61,6 +61,8 @@ class _Reader:
             found = []
             for body in operation.bodies[name == "while" :]:  # a while loop's condition makes no values
                 given = {inner: operands[outer] for inner, outer in operation.entering(body)}
+                if operation.is_loop and not in_loop:
+                    given = {}  # no loop has a sum from before it to move
                 inputs = [given.get(value, _NONE) for value in body.inputs]
                 found.append(self.read(body, inputs, in_loop=in_loop or operation.is_loop))
             return [_NONE.union(*each) for each in zip(*found)] if len(found[0]) == count else [_NONE] * count
