@@ -290,6 +290,22 @@ def test_arrays_and_jitted_functions():
     assert ledger(jax.jit(lambda x: jnp.sum(x)), x).per_axis() == {"data": 6}
 
 
+def test_keyword_arguments_have_the_rows_that_they_have_by_position():
+    mesh = tr.make_mesh(data=8)
+    lies = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P("data")))
+
+    def loss(model, batch):
+        w = jax.reshard(model["mu"], P(None, None, reduced={"data"}))
+        return (jnp.einsum("be,em->bm", batch["x"], w, out_sharding=P("data", None)) ** 2).mean()
+
+    args = {"mu": lies(16, 8)}, {"x": lies(16, 16)}
+    rows = ledger(jax.jit(jax.grad(loss)), *args).rows
+    moved = [(row.kind, row.role, row.parameter) for row in rows if row.payload > 8]
+    assert moved == [("all-gather", "weights", "mu"), ("reduce-scatter", "gradients", "mu")]
+    step = lambda model, batch: jax.grad(loss)(model, batch)
+    assert ledger(step, batch=args[1], model=args[0]).to_json() == ledger(step, *args).to_json()
+
+
 def test_a_joint_collective_is_split_over_its_axes():
     found = ledger(lambda x: jax.reshard(x, P(None, None)), placed((64, 4), ("data", "model"), None))
     assert [row.axis for row in found] == ["data,model"]

@@ -1,10 +1,13 @@
 """What one device holds: by kind and name, from types, from the compiler, and while running."""
 
+import collections
 import functools
 import gc
 import json
 import xml.etree.ElementTree as ElementTree
+from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import trellis as tr
 from trellis.inspect import Buffer, Memory, NotEnoughMemory, live_bytes, live_memory, memory
-from trellis.program.trace import kind_of
+from trellis.program import trace
+from trellis.train.state import TrainState
 
 LAYERS, BATCH, EMBED, MLP = 3, 8, 16, 32
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -213,21 +217,92 @@ def test_forward_only_has_no_gradients():
     assert not {"gradients", "activations"} & set(memory(loss, model, x, compile=False).per_kind())
 
 
+FLOAT, INTEGER = jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+
+
+class Model(eqx.Module):
+    mu: jax.Array
+    optional_head: jax.Array
+
+
+class Own(NamedTuple):
+    """The state of a rule of one's own."""
+
+    sums: jax.Array
+
+
+class Params(NamedTuple):
+    w: jax.Array
+
+
+def kinds(*args, fn=lambda *args, **kwargs: None, **kwargs):
+    return [(argument.name, argument.kind) for argument in trace(fn, *args, **kwargs).arguments]
+
+
 @pytest.mark.parametrize(
-    ("path", "dtype", "kind"),
+    "model",
     [
-        (("0", "model", "embedding"), jnp.float32, "parameters"),
-        (("0", "optimizer", "mu", "embedding"), jnp.float32, "optimizer"),
-        (("1", "opt_state", "count"), jnp.int32, "optimizer"),
-        (("0", "average", "embedding"), jnp.float32, "optimizer"),
-        (("0", "step"), jnp.int32, "batch"),
-        (("0", "up"), jnp.float32, "parameters"),
-        (("1", "tokens"), jnp.int32, "batch"),
-        (("1", "images"), jnp.float32, "batch"),
+        {"mu": FLOAT, "trace": FLOAT, "option_head": FLOAT, "average": FLOAT, "nu": FLOAT},
+        Model(FLOAT, FLOAT),
+        Params(FLOAT),
+        (FLOAT, [FLOAT]),
     ],
 )
-def test_what_an_argument_is(path, dtype, kind):
-    assert kind_of(path, jax.ShapeDtypeStruct((1,), dtype)) == kind
+def test_what_an_argument_is_follows_from_types_and_not_from_names(model):
+    batch = {"params": FLOAT, "model": INTEGER, "optimizer": FLOAT, "mu": FLOAT}
+    for rule in (optax.adam(1e-3), optax.scale_by_adam(), optax.chain(optax.adam(1e-3), optax.trace(0.9))):
+        moments = jax.eval_shape(rule.init, model)
+        state = {"first": model, "second": moments, "step": INTEGER}
+        expected = {kind: len(jax.tree.leaves(tree)) for kind, tree in (("parameters", model), ("optimizer", moments))}
+        for args, others in (((state,), 1), ((model, moments), 0), ((moments, model), 0)):
+            found = collections.Counter(kind for _, kind in kinds(*args, batch))
+            assert found == expected | {"batch": len(batch) + others}
+
+
+def test_a_state_of_ones_own_is_the_optimizers_in_a_chain():
+    rule = (optax.EmptyState(), Own(FLOAT), (optax.EmptyState(), Own(FLOAT)))
+    assert kinds({"params": FLOAT, "state": rule}) == [
+        ("params", "parameters"),
+        ("state.1.sums", "optimizer"),
+        ("state.2.1.sums", "optimizer"),
+    ]
+
+
+def test_fields_of_a_training_state_are_what_they_are_for():
+    model = {"mu": FLOAT}
+    state = TrainState(INTEGER, model, model, model, INTEGER, {"scale": FLOAT})
+    of_keywords = kinds(batch=model, state=state, fn=lambda state, batch: None)
+    assert of_keywords == [
+        ("step", "batch"),
+        ("model.mu", "parameters"),
+        ("optimizer.mu", "optimizer"),
+        ("average.mu", "optimizer"),
+        ("key", "batch"),
+        ("scales.scale", "parameters"),
+        ("mu", "batch"),
+    ]
+    assert kinds(state, model) == of_keywords
+
+
+def test_keyword_arguments_come_as_the_function_has_them():
+    model, batch = {"w": FLOAT}, {"x": FLOAT}
+    loss_of = lambda model, batch: jnp.float32(0)
+    for fn in (loss_of, jax.jit(loss_of)):
+        assert kinds(batch=batch, model=model, fn=fn) == [("w", "parameters"), ("x", "batch")]
+    assert kinds(batch=FLOAT, model=model) == [("argument batch", "parameters"), ("w", "batch")]  # as they are given
+    assert kinds(model, batch=FLOAT) == [("w", "parameters"), ("argument batch", "batch")]
+
+
+def test_what_arguments_are_can_be_said():
+    seen = []
+    found = memory(
+        lambda a, *, b: (a + 1, b["c"] * 2),
+        FLOAT,
+        b={"c": FLOAT},
+        compile=False,
+        kind_of=lambda path, array: seen.append(path) or "optimizer",
+    )
+    assert seen == [("0",), ("b", "c")] and found.per_kind()["optimizer"] == 16
 
 
 def test_table_json_and_picture():

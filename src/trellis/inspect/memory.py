@@ -19,7 +19,7 @@ from trellis.inspect.compiled import CompiledMemory, compiled_memory
 from trellis.inspect.timeline import highest_point
 from trellis.program import Program, trace
 from trellis.program.sizes import local_bytes, typed
-from trellis.program.trace import kind_of, mesh_in_force, mesh_of, word_of
+from trellis.program.trace import mesh_in_force, mesh_of, word_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +187,11 @@ class NotEnoughMemory(ValueError):
 
 
 def memory(
-    fn: Callable, *args, compile: bool = True, kind_of: Callable[[tuple[str, ...], Any], str] = kind_of, **kwargs
+    fn: Callable,
+    *args,
+    compile: bool = True,
+    kind_of: Callable[[tuple[str, ...], Any], str] | None = None,
+    **kwargs,
 ) -> Memory:
     """What one device holds at the highest point of a call of a function, before anything runs.
 
@@ -195,7 +199,9 @@ def memory(
         fn: a gradient or a train step, jitted (with its donations) or not.
         *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings.
         compile: whether the compiler is asked as well.
-        kind_of: tells what an argument is, from the names on the way to it and the array.
+        kind_of: tells what an argument is, from the names on the way to it and the array. Without it, states of Optax
+            are the optimizer's, other floating-point arrays in the first argument are parameters, and everything else
+            is the batch.
     """
     held = memory_of(trace(fn, *args, kind_of=kind_of, **kwargs))
     if not compile:

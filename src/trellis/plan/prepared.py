@@ -11,7 +11,6 @@ from trellis.plan.links import check_tiles
 from trellis.program import Program, trace
 from trellis.run.config import Run
 from trellis.train.assemble import assemble
-from trellis.train.state import kind_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Prepared:
     def traced(self) -> Program:
         """The step as a program."""
         with self.layout, cudnn_assumed():
-            return trace(self.step, self.state, self.batch, kind_of=kind_of)
+            return trace(self.step, self.state, self.batch)
 
     def lowered(self, platform: str) -> Any:
         """The step as `jax.stages.Lowered`, for the platform of its devices by JAX's name."""

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,22 +33,7 @@ class Untraced:
         return jax.make_jaxpr(self.fun)(*avals)
 
 
-def kind_of(path: Words, array: Any) -> str:
-    """The kind of an argument, by the names on the path to it: `("0", "optimizer", "mu", "embedding")`.
-
-    An optimizer's state has `opt...`, `mu`, `nu` or `average` on its path, parameters have `model` or `params`. Of the
-    rest, floating-point arrays in the first argument are parameters, and everything else is the batch.
-    """
-    words = [word.lower() for word in path[1:]]
-    if any(word.startswith("opt") or word in ("mu", "nu", "trace", "average") for word in words):
-        return "optimizer"
-    floats = jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
-    if any(word in ("model", "params", "parameters") for word in words) or (floats and path[0] == "0"):
-        return "parameters"
-    return "batch"
-
-
-def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, **kwargs) -> Program:
+def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] | None = None, **kwargs) -> Program:
     """The program of one call of a function, without what nothing reads.
 
     If no mesh is in force (`with layout:`, `jax.set_mesh`), the arguments' own is used.
@@ -55,7 +42,10 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, *
         fn: any function of JAX, jitted (with its donations) or not.
         *args, **kwargs: its arguments: arrays, named arrays, trees of them, or `jax.ShapeDtypeStruct`s with
             shardings. Leaves that are not arrays are passed as they are.
-        kind_of: tells what an argument is, from the names on the way to it and the array.
+        kind_of: tells what an argument is, from the names on the way to it and the array. Without it types do: states
+            of Optax are the optimizer's, also in a chain with others, and fields of a class with `argument_kinds` are
+            what that says. Of the rest, floating-point arrays in the first argument that is no optimizer's state are
+            parameters (of keyword arguments, that which the function names first), and everything else is the batch.
 
     Raises:
         TypeMismatch: it is no function.
@@ -65,6 +55,7 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, *
             f"only a function can be traced, got {type(fn).__name__}, in trace: pass the function and then its "
             "arguments, as in ledger(loss, model, batch)"
         )
+    kwargs = _in_order(fn, kwargs)
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 
@@ -79,7 +70,7 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, *
     with mesh_in_force(mesh):
         traced = jax.make_jaxpr(call)(arrays).jaxpr
     read = live(traced)
-    donated, described = _donated(read), _arguments((args, kwargs), kind_of)
+    donated, described = _donated(read), _arguments((args, kwargs), kind_of or _Kinds(args, kwargs))
     program = Program(read, [Argument(*each, v in donated) for each, v in zip(described, read.invars)], mesh)
     if program.auto:
         place_values(program, [getattr(array, "sharding", None) for array in arrays])
@@ -199,11 +190,55 @@ def _donated(jaxpr) -> set:
 def _arguments(tree: Any, kind_of: Callable[[Words, Any], str]):
     """Name, kind and type of every array of the arguments."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named):
-        words, names = tuple(word_of(key) for key in path[1:]), getattr(leaf, "names", None)
+        words, names = _words(path), getattr(leaf, "names", None)
         for array in jax.tree.leaves(leaf):
             if hasattr(array, "shape") and hasattr(array, "dtype"):
                 name = ".".join(words[1:]) or f"argument {words[0]}"
                 yield name, kind_of(words, array), typed(array, names)
+
+
+def _words(path: Sequence[Any]) -> Words:
+    """The path to a leaf of `(args, kwargs)`, from the argument's place or keyword on."""
+    return tuple(word_of(key) for key in path[1:])
+
+
+class _Kinds:
+    """What the arguments of a call are, by the types of the trees that they stand in."""
+
+    def __init__(self, args: tuple, kwargs: Mapping[str, Any]):
+        declares = lambda node: hasattr(type(node), "argument_kinds")
+        says = lambda node: node is not args and (declares(node) or _is_optimizers(node))
+        self.said: dict[Words, str] = {}
+        for path, node in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=says):
+            words = _words(path)
+            if declares(node):
+                self.said |= {(*words, field): kind for field, kind in node.argument_kinds.items()}
+            if says(node):
+                self.said[words] = "optimizer" if _is_optimizers(node) else "batch"
+        given = [*enumerate(args), *kwargs.items()]
+        self.first = next((str(word) for word, tree in given if not _is_optimizers(tree)), "")
+
+    def __call__(self, path: Words, array: Any) -> str:
+        steps = (path[:count] for count in range(len(path), 0, -1))
+        said = next((self.said[step] for step in steps if step in self.said), None)
+        floats = jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
+        return said or ("parameters" if floats and path[0] == self.first else "batch")
+
+
+def _in_order(fn: Callable, kwargs: dict[str, Any]) -> OrderedDict[str, Any]:
+    """Keyword arguments in the function's order, or as they are given if it has none; JAX sorts those of a dict."""
+    try:
+        names = tuple(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        names = ()
+    return OrderedDict((name, kwargs[name]) for name in (*names, *kwargs) if name in kwargs)
+
+
+def _is_optimizers(node: Any) -> bool:
+    """Whether this is a state of Optax, or a chain's: a tuple of states, of which others may have written some."""
+    if type(node) is not tuple:
+        return isinstance(node, tuple) and type(node).__module__.partition(".")[0] == "optax"
+    return any(map(_is_optimizers, node)) and all(hasattr(part, "_fields") or _is_optimizers(part) for part in node)
 
 
 def word_of(key: Any) -> str:

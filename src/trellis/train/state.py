@@ -1,6 +1,7 @@
 """The training state: everything that a step changes, and nothing else."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -11,14 +12,6 @@ from trellis.named import NamedArray
 from trellis.named.jit import named_jit
 from trellis.nn import Precision
 from trellis.train.scales import no_scales
-
-# What an argument of a step is, by its field of the state; everything else comes with the batch.
-_KINDS = {"model": "parameters", "optimizer": "optimizer", "average": "optimizer", "scales": "parameters"}
-
-
-def kind_of(path: tuple[str, ...], array: jax.Array) -> str:
-    """What an argument of `step(state, batch)` is, for `trellis.program.trace`. Its field decides, not its name."""
-    return _KINDS.get(path[1], "batch") if path[0] == "0" else "batch"
 
 
 class TrainState(eqx.Module):
@@ -31,7 +24,15 @@ class TrainState(eqx.Module):
         average: the exponential moving average of the parameters, or None.
         key: the random key of the run; a step's key is made from it and the step.
         scales: if scales are delayed, the largest elements of earlier steps, by `trellis.train.scales`; else empty.
+        argument_kinds: what its fields are among the arguments of a step, for `trellis.program.trace`.
     """
+
+    argument_kinds: ClassVar = {
+        "model": "parameters",
+        "optimizer": "optimizer",
+        "average": "optimizer",
+        "scales": "parameters",
+    }
 
     step: jax.Array
     model: eqx.Module

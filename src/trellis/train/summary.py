@@ -16,7 +16,6 @@ from trellis.notation.typeof import short_dtype
 from trellis.program import Program, trace
 from trellis.train.assemble import Assembled
 from trellis.train.pace import tokens_of
-from trellis.train.state import kind_of
 
 
 def machine() -> dict[str, Any]:
@@ -75,7 +74,7 @@ def step_program(assembled: Assembled, step: int = 0) -> Program:
     """A traced step, from which its ledger and memory are read. JAX need not trace it again."""
     made = assembled.at(step)
     with made.layout:
-        return trace(made.step, made.abstract, made.abstract_batch(step), kind_of=kind_of)
+        return trace(made.step, made.abstract, made.abstract_batch(step))
 
 
 def sections(
