@@ -268,6 +268,32 @@ def test_a_state_of_ones_own_is_the_optimizers_in_a_chain():
     ]
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_only_the_update_reads_is_the_optimizers(microbatches):
+    """A rule by hand: masters in float32, weights that are cast before they are used, an average."""
+
+    def step(state, batch):
+        rounded = jax.tree.map(lambda w: w.astype(jnp.bfloat16), state["trace"])
+        loss = lambda w, x: jnp.sum(w["w"] * x).astype(jnp.float32) ** 2 + (w["b"].astype(jnp.float32) ** 2).sum()
+        turn = lambda total, x: (jax.tree.map(jnp.add, total, jax.grad(loss)(rounded, x.astype(jnp.bfloat16))), None)
+        gradients, _ = lax.scan(turn, jax.tree.map(jnp.zeros_like, rounded), batch)
+        sums = jax.tree.map(lambda m, g: m + g.astype(m.dtype), state["params"], gradients)
+        weights = jax.tree.map(lambda w, m: w - m, state["trace"], sums)
+        return {"trace": weights, "params": sums, "model": state["model"] * 0.9 + weights["w"]}
+
+    weights = {"w": FLOAT, "b": FLOAT}
+    state = {"trace": weights, "params": weights, "model": FLOAT}
+    found = kinds(state, jax.ShapeDtypeStruct((microbatches, 2), jnp.float32), fn=step)
+    assert found == [
+        ("model", "optimizer"),
+        ("params.b", "optimizer"),
+        ("params.w", "optimizer"),
+        ("trace.b", "parameters"),
+        ("trace.w", "parameters"),
+        ("argument 1", "batch"),
+    ]
+
+
 def test_fields_of_a_training_state_are_what_they_are_for():
     model = {"mu": FLOAT}
     state = TrainState(INTEGER, model, model, model, INTEGER, {"scale": FLOAT})

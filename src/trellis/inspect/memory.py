@@ -200,8 +200,8 @@ def memory(
         *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings.
         compile: whether the compiler is asked as well.
         kind_of: tells what an argument is, from the names on the way to it and the array. Without it, states of Optax
-            are the optimizer's, other floating-point arrays in the first argument are parameters, and everything else
-            is the batch.
+            are the optimizer's, other floating-point arrays in the first argument are parameters (the optimizer's, too,
+            if derivatives are made of another of their shape and not of them), and everything else is the batch.
     """
     held = memory_of(trace(fn, *args, kind_of=kind_of, **kwargs))
     if not compile:

@@ -48,6 +48,22 @@ def of_parameters(program: Program) -> set[Value]:
     return found
 
 
+def differentiated(program: Program) -> set[Value]:
+    """The values that what is differentiated, or a derivative, is made of; none in a program without either."""
+    found: set[Value] = set()
+
+    def read(body: Body) -> None:
+        for operation in reversed(body.operations):
+            for inner in operation.bodies:
+                read(inner)
+                found.update(outer for value, outer in operation.entering(inner) if value in found)
+            if operation.direction != "update" or not found.isdisjoint(operation.results):
+                found.update(operation.inputs)
+
+    read(program)
+    return found
+
+
 def constants(program: Program) -> set[Value]:
     """The values that are made of no argument and are the same in every turn: a compiler may know them in advance."""
     found: set[Value] = set()

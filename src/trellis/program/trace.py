@@ -16,6 +16,7 @@ from trellis.notation.binding import TypeMismatch
 from trellis.notation.typeof import is_named
 from trellis.program.by_compiler import place_values
 from trellis.program.dead import without_dead
+from trellis.program.flow import differentiated
 from trellis.program.reading import LOOPS, Argument, Program, jaxprs_in
 from trellis.program.sizes import typed
 
@@ -44,8 +45,9 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] | None = Non
             shardings. Leaves that are not arrays are passed as they are.
         kind_of: tells what an argument is, from the names on the way to it and the array. Without it types do: states
             of Optax are the optimizer's, also in a chain with others, and fields of a class with `argument_kinds` are
-            what that says. Of the rest, floating-point arrays in the first argument that is no optimizer's state are
-            parameters (of keyword arguments, that which the function names first), and everything else is the batch.
+            what that says. Of the rest, floating-point arrays in the first argument that is no optimizer's state (of
+            keyword arguments, that which the function names first) are parameters, but the optimizer's if derivatives
+            are made of another of their shape and not of them. Everything else is the batch.
 
     Raises:
         TypeMismatch: it is no function.
@@ -72,6 +74,8 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] | None = Non
     read = live(traced)
     donated, described = _donated(read), _arguments((args, kwargs), kind_of or _Kinds(args, kwargs))
     program = Program(read, [Argument(*each, v in donated) for each, v in zip(described, read.invars)], mesh)
+    if kind_of is None:
+        program.arguments = tuple(_by_use(program))
     if program.auto:
         place_values(program, [getattr(array, "sharding", None) for array in arrays])
     return program
@@ -203,7 +207,7 @@ def _words(path: Sequence[Any]) -> Words:
 
 
 class _Kinds:
-    """What the arguments of a call are, by the types of the trees that they stand in."""
+    """What the arguments of a call are, by the types of the trees that they stand in; "" if their use tells."""
 
     def __init__(self, args: tuple, kwargs: Mapping[str, Any]):
         declares = lambda node: hasattr(type(node), "argument_kinds")
@@ -222,7 +226,17 @@ class _Kinds:
         steps = (path[:count] for count in range(len(path), 0, -1))
         said = next((self.said[step] for step in steps if step in self.said), None)
         floats = jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
-        return said or ("parameters" if floats and path[0] == self.first else "batch")
+        return said or ("" if floats and path[0] == self.first else "batch")
+
+
+def _by_use(program: Program) -> Iterator[Argument]:
+    """The arguments, each with a kind."""
+    used, pairs = differentiated(program), list(zip(program.arguments, program.inputs))
+    shapes = {value.shape for argument, value in pairs if value in used and not argument.kind}
+    for argument, value in pairs:
+        beside = value.readers and value not in used and value.shape in shapes
+        kind = argument.kind or ("optimizer" if beside else "parameters")
+        yield dataclasses.replace(argument, kind=kind)
 
 
 def _in_order(fn: Callable, kwargs: dict[str, Any]) -> OrderedDict[str, Any]:
