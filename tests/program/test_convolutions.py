@@ -1,5 +1,8 @@
 """Convolutions and Fourier transforms: as many bytes as the compiled program moves, and as many multiplications."""
 
+import itertools
+import tracemalloc
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +11,7 @@ import trellis as tr
 from trellis.inspect import collectives, compare, flops, ledger
 from trellis.inspect.work import work
 from trellis.program import trace
+from trellis.program.sizes import window_pairs
 
 FLAT = tr.Layout(tr.make_mesh(d=8), compute={"batch": "d"})
 PLANE = tr.Layout(tr.make_mesh(d=2, h=4), compute={"batch": "d", "height": "h"})
@@ -118,3 +122,24 @@ ENTRY %main (x: f32[8,16,8], y: f32[8,16,8]) -> f32[3,1,8] {
 }
 """
     assert flops(of_its_weight) == 2 * 8 * 8 * (16 + 15 + 14)
+
+
+def test_what_windows_see_is_what_is_seen_of_each():
+    sizes = itertools.product((0, 1, 5), (1, 4), (1, 6), (1, 2, 6), (1, 3), (1, 4, 6), (-3, 0, 2, 9))
+    for steps, taps, length, stride, spread, gaps, before in sizes:
+        places = [step * stride + tap * spread - before for step in range(steps) for tap in range(taps)]
+        seen = sum(place % gaps == 0 and 0 <= place // gaps < length for place in places)
+        given = {"stride": stride, "spread": spread, "gaps": gaps, "before": before}
+        assert window_pairs(steps, taps, length, **given) == seen, (steps, taps, length, given)
+
+
+def test_long_windows_are_counted_without_a_table_of_them():
+    """A filter as long as its sequence, of which a table would take 32 GiB."""
+    length = 1 << 16
+    tracemalloc.start()
+    try:
+        seen = window_pairs(length, length, length, stride=1, spread=1, gaps=1, before=length - 1)
+        assert seen == length * (length + 1) // 2
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()

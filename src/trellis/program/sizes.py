@@ -116,5 +116,12 @@ def window_pairs(steps: int, taps: int, length: int, *, stride: int, spread: int
     >>> window_pairs(7, 3, 4, stride=1, spread=1, gaps=2, before=1)
     10
     """
-    places = (np.arange(steps) * stride)[:, None] + (np.arange(taps) * spread)[None, :] - before
-    return int(((places >= 0) & (places % gaps == 0) & (places // gaps < length)).sum())
+    # A tap sees an element where step * stride + tap * spread - before = element * gaps: one step in every so many.
+    common = math.gcd(stride, gaps)
+    every, inverse = gaps // common, pow(stride // common, -1, gaps // common)
+    first = np.arange(taps, dtype=np.int64) * spread - before  # the place of each tap in the first window
+    low = np.maximum(-(first // stride), 0)  # the first step at or after the first element
+    high = np.minimum((length * gaps - gaps - first) // stride + 1, steps)  # that after the last element
+    step = low + (-first // common * inverse - low) % every
+    seen = np.maximum(high - step + every - 1, 0) // every
+    return int(seen[first % common == 0].sum())
