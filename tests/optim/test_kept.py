@@ -7,12 +7,14 @@ import optax
 import pytest
 
 import trellis as tr
+from trellis.optim.adafactor import adafactor
+from trellis.optim.config import Adafactor
 from trellis.optim.updated import in_float32, kept_like
 
 RULES = {
     "adam": lambda: optax.scale_by_adam(b1=0.9, b2=0.999),
     "lion": lambda: optax.scale_by_lion(b1=0.9, b2=0.999),
-    "factored": lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=8),
+    "factored": lambda: adafactor(Adafactor(learning_rate=1.0, min_factored_size=8)),
 }
 
 

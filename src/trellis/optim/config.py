@@ -114,7 +114,11 @@ class Muon:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Adafactor:
-    """Second moments as row and column sums (Shazeer and Stern, 2018, arXiv:1804.04235)."""
+    """Second moments of each matrix as row and column sums (Shazeer and Stern, 2018, arXiv:1804.04235).
+
+    A matrix has `embed` as one side and all else, such as heads and their widths, as the other. Those of a stack, of
+    layers or experts, are treated one by one (see `trellis.optim.adafactor`).
+    """
 
     kind: Literal["adafactor"] = "adafactor"
     learning_rate: float
@@ -125,10 +129,11 @@ class Adafactor:
     decay_exponent: float = 0.8
     """The second moment's decay at step t is 1 - t^-decay_exponent. Lower it if the loss spikes."""
     min_factored_size: int = 128
-    """Both sides of a matrix must reach this length for its second moment to be factored. Raise it if small matrices
-    learn badly."""
+    """Both sides of a matrix must reach this length, without the padding of a vocabulary, for its second moment to be
+    factored. Raise it if small matrices learn badly."""
     clip_update_rms: float | None = 1.0
-    """The root mean square of an update is clipped to this, one parameter at a time. Lower it if the loss jumps."""
+    """The root mean square of an update is clipped to this, for each matrix or vector of a stack by itself. Lower it
+    if the loss jumps."""
     weight_decay: float = 0.1
     """Each step shrinks every decayed parameter by this times the learning rate. Raise it if validation loss ends well
     above training loss; set 0 for short runs."""

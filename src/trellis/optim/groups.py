@@ -17,6 +17,22 @@ def label(params: Any, choose: Callable[[Parameter], Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_named), leaves)
 
 
+# Axes that hold several matrices, or vectors, side by side: each is treated by itself.
+_SIDE_BY_SIDE = ("qkv",)
+
+
+def sides(p: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of a matrix's two sides: `embed` against all else, so that heads and their widths are one side together.
+
+    The sides of a plain array are its last two axes. All other axes count matrices.
+    """
+    if not p.names:
+        last = tuple(range(p.ndim))[-2:]
+        return last[:1], last[1:]
+    axes = [a for a in range(p.counting, p.ndim) if p.names[a] not in _SIDE_BY_SIDE]
+    return tuple(a for a in axes if p.names[a] == "embed"), tuple(a for a in axes if p.names[a] != "embed")
+
+
 def by_group(
     choose: Callable[[Parameter], str], rules: Mapping[str, optax.GradientTransformation]
 ) -> optax.GradientTransformation:

@@ -14,7 +14,7 @@ from trellis.mesh.route import Axes
 from trellis.nn.parameters import Parameter, Role
 from trellis.notation.state import state_of
 from trellis.optim.config import Muon
-from trellis.optim.groups import by_group, label
+from trellis.optim.groups import by_group, label, sides
 
 
 def muon(config: Muon) -> optax.GradientTransformation:
@@ -39,29 +39,14 @@ def muon(config: Muon) -> optax.GradientTransformation:
     )
 
     def is_muons(p: Parameter) -> bool:
-        return p.role == Role.WEIGHT and "vocab" not in p.names and all(_sides(p))
+        return p.role == Role.WEIGHT and "vocab" not in p.names and all(sides(p))
 
     return by_group(lambda p: "muon" if is_muons(p) else "adam", {"muon": matrices, "adam": adam})
 
 
-# Axes that hold several matrices side by side: each is orthogonalized by itself.
-_SIDE_BY_SIDE = ("qkv",)
-
-
-def _sides(p: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of a matrix's two sides: `embed` against all else, so that heads and their widths are one side together.
-
-    The sides of a plain array are its last two axes.
-    """
-    if not p.names:
-        return tuple(range(p.ndim - 2, p.ndim - 1)), tuple(range(p.ndim - 1, p.ndim))
-    axes = [a for a in range(p.counting, p.ndim) if p.names[a] not in _SIDE_BY_SIDE]
-    return tuple(a for a in axes if p.names[a] == "embed"), tuple(a for a in axes if p.names[a] != "embed")
-
-
 @dataclasses.dataclass(frozen=True)
 class _Sides:
-    """The result of `_sides`, as a leaf of a tree."""
+    """The result of `sides`, as a leaf of a tree."""
 
     axes: tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -88,8 +73,8 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
         return _moved(back, state_of(update).axes)
 
     def update_fn(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
-        sides = label(updates, lambda p: _Sides(_sides(p)))
-        return jax.tree.map(lambda s, u: one(u, s.axes), sides, updates), state
+        found = label(updates, lambda p: _Sides(sides(p)))
+        return jax.tree.map(lambda s, u: one(u, s.axes), found, updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from trellis.nn.parameters import Parameter
+from trellis.optim.adafactor import adafactor
 from trellis.optim.config import Adafactor, AdamW, Lion, Muon, Optimizer, Schedule
-from trellis.optim.groups import decayed, on_arrays
+from trellis.optim.groups import decayed
 from trellis.optim.muon import muon
 from trellis.optim.narrow import in_eight_bits
 from trellis.optim.schedules import learning_rates
@@ -30,6 +31,7 @@ def make_optimizer(
     clip_norm: float | None = None,
     exclude: Sequence[str] = (),
     narrow: Callable[[Parameter], bool] | None = None,
+    vocab_size: int | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer of a run, for a tree of plain or named arrays under any sharding.
 
@@ -40,11 +42,12 @@ def make_optimizer(
         clip_norm: gradients with a larger norm over all parameters are scaled down to it.
         exclude: parameters with one of these in their path or among their axes are not decayed.
         narrow: chooses the parameters whose moving averages are kept in eight bits; None for none.
+        vocab_size: the true size of a vocabulary that is padded.
 
     Returns:
         An Optax transformation. `learning_rate` reads the last step's learning rate from its state.
     """
-    direction = _direction(config)
+    direction = _direction(config, vocab_size)
     rates = learning_rates(schedule, config.learning_rate, steps)
     rule = optax.chain(
         optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm),
@@ -61,7 +64,7 @@ def make_optimizer(
     return optax.GradientTransformation(rule.init, update)
 
 
-def _direction(config: Optimizer) -> optax.GradientTransformation:
+def _direction(config: Optimizer, vocab_size: int | None) -> optax.GradientTransformation:
     match config:
         case AdamW(beta1=b1, beta2=b2, epsilon=epsilon):
             return optax.scale_by_adam(b1, b2, epsilon)
@@ -69,16 +72,8 @@ def _direction(config: Optimizer) -> optax.GradientTransformation:
             return optax.scale_by_lion(b1, b2)
         case Muon():
             return muon(config)
-        case Adafactor(beta1=b1, clip_update_rms=clip):
-            return optax.chain(
-                on_arrays(
-                    optax.scale_by_factored_rms(
-                        decay_rate=config.decay_exponent, min_dim_size_to_factor=config.min_factored_size
-                    )
-                ),
-                optax.identity() if clip is None else optax.clip_by_block_rms(clip),
-                optax.identity() if b1 is None else optax.ema(b1, debias=False),
-            )
+        case Adafactor():
+            return adafactor(config, vocab_size)
 
 
 def _scale_by(rates: optax.Schedule) -> optax.GradientTransformation:

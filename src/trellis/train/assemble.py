@@ -148,6 +148,7 @@ def _assemble(
         clip_norm=run.clip_norm,
         exclude=run.weight_decay_exclude,
         narrow=(lambda p: run.precision.moments_of(p) is not None) if run.precision.moments else None,
+        vocab_size=run.model.vocab,
     )
     multiple = padding or vocab_multiple(layout)
 
