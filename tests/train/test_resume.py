@@ -81,6 +81,15 @@ def test_fsdp_to_tensor_and_back_to_one(run_file, one_device, tmp_path, capsys):
     assert rows == 258
 
 
+@pytest.mark.parametrize("least", ["16", "128"], ids=["factored", "whole"])
+def test_adafactor_goes_on_with_another_padding(run_file, tmp_path, capsys, least):
+    rule = ("--optimizer", "adafactor", "--optimizer.learning_rate", "0.05", "--optimizer.min_factored_size", least)
+    alone, parted = tmp_path / "alone", tmp_path / "parted"
+    parts(capsys, run_file, alone, (8, (*SINGLE, *rule)))
+    parts(capsys, run_file, parted, (3, (*SINGLE, *rule)), (6, (*FSDP, *rule)), (8, (*TENSOR, *rule)))
+    assert curve(parted) == pytest.approx(curve(alone), rel=1e-5)
+
+
 def test_stores_that_moved_are_read_where_they_are(run_file, one_device, tmp_path, capsys):
     """With the same tokens; others are refused, also those of validation."""
     first, then = tmp_path / "first", tmp_path / "then"
