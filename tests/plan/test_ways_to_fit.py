@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import shlex
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
@@ -104,8 +106,6 @@ def test_names_of_what_is_kept():
 
 
 def test_the_command(capsys, tmp_path):
-    from trellis.commands.line import main
-
     assert (
         main(["memory", "tiny", "--on", "v5e:2x2", "--data.sequence_length", "128", "--svg", str(tmp_path / "m.svg")])
         == 0
@@ -116,3 +116,34 @@ def test_the_command(capsys, tmp_path):
     assert ElementTree.parse(tmp_path / "m.svg").getroot().tag.endswith("svg")
     assert main(["memory", "tiny", "--on", "v5e:2x2", "--data.sequence_length", "128", "--json"]) == 0
     assert any(buffer["name"] == "mlp_gate" for buffer in json.loads(capsys.readouterr().out)["buffers"])
+
+
+def test_names_of_a_recipe_are_given_back_with_its_policy():
+    """Names go with the policies saved and offload: a change of policy that leaves them is refused."""
+    words = [options for options, _ in changes(run(remat__policy="saved", remat__names="attention"))]
+    assert words[0] == "--remat.policy full --remat.names ''"
+    assert all("--remat.names ''" in options for options in words if "--remat.policy full" in options)
+    with pytest.raises(UserError, match="or --remat.names '' to keep what the policy says"):
+        run(remat__policy="full", remat__names="attention")
+
+
+def small_chip(tmp_path, mebibytes):
+    """Options for a node of 8 GPUs with little memory."""
+    file = tmp_path / "small.yaml"
+    file.write_text(f"short: {{like: h100, hbm_gib: {mebibytes / 1024}, source: test}}\n")
+    return ["--on", "8xshort", "--hardware", str(file)]
+
+
+def planned_by_command(capsys, words):
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_fits_is_accepted_and_is_what_it_says(capsys, tmp_path):
+    keeps = ["--remat.policy", "saved", "--remat.names", "mlp_up,attention"]
+    command = ["plan", "tiny", *small_chip(tmp_path, 150), *keeps, "--batch_size", "2048", "--model.layers", "8"]
+    found = planned_by_command(capsys, command)
+    assert not found["plan"]["fits"] and len(found["ways_to_fit"]) == 2
+    for way in found["ways_to_fit"]:
+        plan = planned_by_command(capsys, [*command, *shlex.split(way["options"])])["plan"]
+        assert (plan["memory"]["peak"], plan["step_seconds"]) == (way["peak"], way["seconds"]) and plan["fits"]

@@ -89,7 +89,7 @@ def change(**fields):
                 "Names of values to keep can be given only with the policies saved and offload.",
                 "policy=full, names=attn_out",
                 "names",
-                "use --remat.policy saved",
+                "use --remat.policy saved, or --remat.names '' to keep what the policy says",
             ],
         ),
         (

@@ -2,13 +2,19 @@
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trellis.errors import UserError
+
+if TYPE_CHECKING:
+    from trellis.hardware.chips import Target
+    from trellis.run.config import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +31,8 @@ class Command:
         execute: does the work and returns the exit code.
         recipe: for a command about a recipe, the one to use if the user names none; "" requires a name; None is for
             commands about something else. A command about a recipe also takes `--dotted.name VALUE` for any field of
-            the run, and finds the run in `args.run` and the names that the user gave in `args.given`.
+            the run, and finds the run in `args.run`, the names that the user gave in `args.given` and their values in
+            `args.overrides`.
     """
 
     name: str
@@ -63,6 +70,24 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
         if (value := getattr(args, name.replace("-", "_"))) is not None and value < 1:
             seen = f"{name}={value}"
             raise UserError("A count must be 1 or more.", seen=seen, where=f"--{name}", fix="use 1 or more")
+
+
+def with_options(args: argparse.Namespace, options: str, where: "Target | None") -> "Run":
+    """The run of a command about a recipe if these options are given as well, fitted to a target if there is one.
+
+    Raises:
+        UserError: the command would refuse them.
+    """
+    from trellis.plan.adapt import adapt
+    from trellis.recipes.load import load
+    from trellis.run.unheeded import check_given
+
+    words = shlex.split(options)
+    more = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    loaded = load(args.recipe, {**args.overrides, **more})
+    run = adapt(loaded.run, where, loaded.given)[0] if where else loaded.run
+    check_given(run, loaded.given)
+    return run
 
 
 def called() -> str:

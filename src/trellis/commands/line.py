@@ -143,7 +143,7 @@ def _run(name: str, arguments: list[str]) -> int:
     if command.recipe is not None:
         _refuse_other_names(parser, overrides)
         loaded = _load(args.recipe, overrides, parser.prog)
-        args.run, args.given = loaded.run, loaded.given
+        args.run, args.given, args.overrides = loaded.run, loaded.given, overrides
         for note in loaded.notes:
             print(note, file=sys.stderr)
     return command.execute(args)

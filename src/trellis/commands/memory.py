@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, with_options
 from trellis.errors import UserError
 
 
@@ -32,7 +32,7 @@ def execute(args: argparse.Namespace) -> int:
     check_given(run, args.given)
     planned = lambda run: plan_of(prepare(run, where, devices), where)
     plans = plan_phases(run, planned)
-    phase, plan = fullest(plans)
+    plan = fullest(plans).plan
     if args.svg:
         Path(args.svg).write_text(plan.memory.svg(), encoding="utf-8")
         print(f"picture written to {args.svg}", file=sys.stderr)
@@ -45,7 +45,9 @@ def execute(args: argparse.Namespace) -> int:
         print(phases_text(plans) + "\n")
     print("\n".join(lines), memory_table(plan, 16), kept_table(plan), sep="\n\n")
     if not plan.fits:
-        print("\n" + excess_text(plan, ways_to_fit(phase.run, planned)))
+        applied = lambda options: with_options(args, options, where if args.on else None)
+        whole = lambda run: fullest(plan_phases(run, planned)).plan
+        print("\n" + excess_text(plan, ways_to_fit(run, whole, plan=plan, applied=applied)))
     return 0
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trellis.commands.command import Command, whole
+from trellis.commands.command import Command, whole, with_options
 from trellis.errors import UserError
 
 if TYPE_CHECKING:
@@ -88,9 +88,12 @@ def execute(args: argparse.Namespace) -> int:
         check_given(run, args.given)
     assumed = {"price": _price(args.price), "load": _load(args.load, run, where, args.search)}
     out: dict[str, Any] = {"fitted": changed}
-    plan, more, narrow, written = None, [], [], args.run
+    quick = lambda run: quick_plan(run, where, **assumed)
+    planned = lambda run: fullest(plan_phases(run, quick)).plan
+    applied = lambda options: with_options(args, options, where)
+    plan, more, narrow, written, asked = None, [], [], args.run, run
     try:
-        plans = plan_phases(run, lambda r: quick_plan(r, where, **assumed))
+        plans = plan_phases(run, quick)
         if run.lengths:  # from here on it is about the phase that decides whether the run fits
             out["lengths"] = phases_json(plans)
             written = args.run.at(fullest(plans).phase.start)
@@ -104,12 +107,12 @@ def execute(args: argparse.Namespace) -> int:
         print(f"the run cannot be planned as it is: {error}\n", file=sys.stderr)
     if plan is not None:
         out["plan"] = as_json(plan)
-        ways = [] if plan.fits else ways_to_fit(run, lambda r: quick_plan(r, where, **assumed), most=2, plan=plan)
+        ways = [] if plan.fits else ways_to_fit(asked, planned, most=2, plan=plan, applied=applied)
         out["ways_to_fit"] = [dataclasses.asdict(way) for way in ways]
         more = [] if plan.fits else excess_lines(plan, ways)
         if not args.json:
             print(text(plan, formulas=args.formulas, fitted=changed, ways=more))
-        narrow = brought(run, plan, lambda r: quick_plan(r, where, **assumed))
+        narrow = brought(run, plan, quick)
         out["narrow"] = [dataclasses.asdict(each) for each in narrow]
         if narrow and not args.json:
             print("\n" + brought_text(narrow))

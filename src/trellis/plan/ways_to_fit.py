@@ -48,7 +48,8 @@ def changes(run: Run) -> Iterator[tuple[str, Run]]:
     """Changes that lower memory, the cheapest first: one option, then two."""
     policy, names = run.remat.policy, run.remat.names
     stronger = POLICIES[POLICIES.index(policy) + 1 :] if policy in POLICIES else ()
-    remats = [(f"--remat.policy {name}", _with_policy(run, name)) for name in stronger]
+    none = " --remat.names ''" if names else ""  # names go with the policy that they were written for
+    remats = [(f"--remat.policy {name}{none}", _with_policy(run, name)) for name in stronger]
     if policy in POLICIES[:3] and not names:  # between `saved` and `full`: some of the names
         before = "" if policy == "saved" else "--remat.policy saved "
         some = [(f"{before}--remat.names {','.join(n)}", _with_policy(run, "saved", n)) for n in some_names(run)]
@@ -76,7 +77,13 @@ def _with_policy(run: Run, policy: str, names: tuple[str, ...] = ()) -> Run:
     return dataclasses.replace(run, remat=dataclasses.replace(run.remat, policy=policy, names=names))
 
 
-def ways_to_fit(run: Run, planned: Callable[[Run], Plan], most: int = 3, plan: Plan | None = None) -> list[Way]:
+def ways_to_fit(
+    run: Run,
+    planned: Callable[[Run], Plan],
+    most: int = 3,
+    plan: Plan | None = None,
+    applied: Callable[[str], Run] | None = None,
+) -> list[Way]:
     """The first changes under which the plan fits.
 
     Args:
@@ -84,6 +91,7 @@ def ways_to_fit(run: Run, planned: Callable[[Run], Plan], most: int = 3, plan: P
         planned: plans a run on the same hardware.
         most: how many changes to look for.
         plan: the run's own plan; if given, changes that cannot be enough are not planned.
+        applied: the run that the user gets with these options; what is planned is then this run.
     """
     found: list[Way] = []
     for options, changed in changes(run):
@@ -92,8 +100,8 @@ def ways_to_fit(run: Run, planned: Callable[[Run], Plan], most: int = 3, plan: P
         if plan is not None and least(plan, run, changed) > plan.target.chip.hbm_bytes:
             continue
         try:
-            new = planned(changed)
-        except (UserError, ValueError):  # a size that does not divide
+            new = planned(applied(options) if applied else changed)
+        except (UserError, ValueError):  # a size that does not divide, or options that do not go together
             continue
         if new.fits:
             found.append(Way(options, new.memory.peak, new.seconds))

@@ -54,7 +54,7 @@ class Remat:
                 "Names of values to keep can be given only with the policies saved and offload.",
                 seen=f"policy={self.policy}, names={', '.join(self.names)}",
                 where="names",
-                fix="use --remat.policy saved",
+                fix="use --remat.policy saved, or --remat.names '' to keep what the policy says",
             )
 
 
