@@ -72,30 +72,20 @@ def _products(plan: Plan, total: float) -> list[str]:
 
 
 def _to_fit(plan: Plan) -> list[str]:
+    """What takes the memory. The options that make it fit are those of `ways_to_fit`, which tries them."""
     found = []
+    fewer = ": fewer sequences at a time take less" if plan.schedule is None else ""  # not what its stages keep
     peak = max(plan.memory.peak, 1)
     state = plan.memory.bytes_of("parameters", "optimizer")
     if state > 0.5 * plan.target.chip.hbm_bytes:
-        found.append(
-            f"parameters and optimizer take {numbers.size(state)} a device: slice them over more devices "
-            "(--layout.preset fsdp, or a larger slice)"
-        )
+        found.append(f"parameters and optimizer take {numbers.size(state)} a device: slice them over more devices")
     if (kept := plan.memory.bytes_of("activations")) > 0.2 * peak:
-        found.append(
-            f"kept activations take {numbers.size(kept)}: --remat.policy full, more "
-            "--microbatches, or positions over a mesh axis (--mesh.context 2)"
-        )
+        found.append(f"kept activations take {numbers.size(kept)}{fewer}")
     if (temporaries := plan.memory.bytes_of("temporaries")) > 0.3 * peak:
         largest = next(b for b in plan.memory.buffers if b.kind == "temporaries")
-        found.append(
-            f"temporaries take {numbers.size(temporaries)}, the largest {largest.what}, {largest.name}: "
-            "fewer sequences at a time (more --microbatches, a smaller --batch_size)"
-        )
+        found.append(f"temporaries take {numbers.size(temporaries)}, the largest {largest.what}, {largest.name}{fewer}")
     if (gathered := plan.memory.bytes_of("gathered weights")) > 0.3 * peak:
-        found.append(
-            f"gathered weights take {numbers.size(gathered)}: slice widths too (--mesh.model 2), or "
-            "gather for each microbatch"
-        )
+        found.append(f"gathered weights take {numbers.size(gathered)}: slice widths too, or gather for each microbatch")
     return found
 
 

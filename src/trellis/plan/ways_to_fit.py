@@ -23,6 +23,8 @@ _OF_MIXTURES = (
     ("attention", "mlp_gate", "mlp_up"),
 )
 
+_NOT_ENOUGH = "no change of recomputation, microbatches (up to 8 times) or batch size (down to an eighth) is enough"
+
 
 def some_names(run: Run) -> tuple[tuple[str, ...], ...]:
     """Sets of names to which a run's policy `saved` may be restricted, starting with the one that keeps the most."""
@@ -109,18 +111,19 @@ def ways_to_fit(
 
 
 def least(plan: Plan, run: Run, changed: Run) -> float:
-    """The least bytes that a changed run needs on a device: its state, and its share of everything else.
+    """Bytes below which a changed run cannot be on a device: its state, and its share of everything else.
 
-    Microbatches keep parameters gathered and a float32 sum of gradients for the whole step.
+    With another recomputation anything that was computed may go. Microbatches keep parameters gathered and a float32
+    sum of gradients for the whole step, unless gradients are settled once a part.
     """
     state = plan.memory.bytes_of("parameters", "optimizer")
     rows = lambda r: max(b.size for b in r.batch_sizes()) / r.parts
     other = (plan.memory.peak - state) * rows(changed) / rows(run)
-    if changed.remat != run.remat:
-        other -= plan.memory.bytes_of("activations") * rows(changed) / rows(run)
-    if changed.parts > run.parts:
-        model = plan.mesh.get("model", 1)
-        other = max(other, 6.0 * plan.parameters / model)
+    if changed.remat != run.remat:  # what the stages of a pipeline keep is among the temporaries
+        other -= plan.memory.bytes_of("activations", "temporaries") * rows(changed) / rows(run)
+    if changed.parts > run.parts and run.accumulation == "pending":
+        slices = math.prod(plan.mesh.get(axis, 1) for axis in ("model", "stage", "expert", "expert_y"))
+        other = max(other, 6.0 * plan.parameters / slices)
     return state + other
 
 
@@ -138,7 +141,7 @@ def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
             f"parameters and optimizer alone take {numbers.size(state)} a device, even sliced over all axes of the "
             f"mesh and layout that can slice them: use at least {count} devices of this kind"
         ]
-    return ["no change of recomputation, microbatches or batch size is enough: use more devices, or --search"]
+    return [f"{_NOT_ENOUGH}: use more devices, or --search"]
 
 
 def excess_text(plan: Plan, ways: list[Way]) -> str:
@@ -148,7 +151,7 @@ def excess_text(plan: Plan, ways: list[Way]) -> str:
     if ways:
         fix = "\n         ".join(f"{way.options}   peak {numbers.size(way.peak)}" for way in ways)
     else:
-        fix = "no change of recomputation, microbatches or batch size is enough: use more devices, or a smaller model"
+        fix = f"{_NOT_ENOUGH}: use more devices, or a smaller model"
     return (
         f"A step does not fit in a device's memory, by {numbers.size(plan.memory.peak - room)}.\n"
         f"  seen:  {numbers.size(plan.memory.peak)} at the highest point, {numbers.size(room)} on {plan.target.name}\n"
