@@ -164,3 +164,19 @@ def test_recipes_are_planned_as_they_are_on_the_hardware_that_they_are_for():
             run = load_run(name)
             fitted, changes = adapt(run, target(on), ())
             assert (fitted.mesh, changes) == (run.mesh, []), name
+
+
+def test_data_takes_what_a_given_axis_leaves(capsys):
+    """Sizes that were given stay; the recipe's other axes keep what divides the rest."""
+    where = target("4x8xH100")
+    options = {"mesh.context": "2"}
+    loaded = load("mixtral_8x7b", options)
+    run, notes = adapt(loaded.run, where, loaded.given)
+    assert (run.mesh.data, run.mesh.context) == (16, 2) and notes[0].startswith("mesh data=64 context=2 -> data=16 ")
+    assert main(["plan", "tiny", "--on", "8xH100", "--mesh.data", "3"]) == 2
+    refused = capsys.readouterr().err
+    assert "seen:  data=3, devices=8\n  where: mesh.data\n  fix:   use --mesh.data 8\n" in refused
+    assert main(["plan", "tiny", "--on", "8xH100", "--mesh.model", "3"]) == 2
+    assert "fix:   use --mesh.model 1, 2, 4 or 8\n" in capsys.readouterr().err
+    kept = load("llama_8b", {"mesh.data": "-1"})
+    assert adapt(kept.run, target("v5e:4x4"), kept.given)[0].mesh == kept.run.mesh

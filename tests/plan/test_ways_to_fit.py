@@ -144,7 +144,9 @@ def test_what_fits_is_accepted_and_is_what_it_says(capsys, tmp_path):
     command = ["plan", "tiny", *small_chip(tmp_path, 150), *keeps, "--batch_size", "2048", "--model.layers", "8"]
     found = planned_by_command(capsys, command)
     assert not found["plan"]["fits"] and len(found["ways_to_fit"]) == 2
-    causes = [line for line in found["plan"]["advice"] if line.startswith(("kept activations take", "temporaries take"))]
+    causes = [
+        line for line in found["plan"]["advice"] if line.startswith(("kept activations take", "temporaries take"))
+    ]
     assert causes and not any("--" in line for line in causes)  # options are offered where they were tried
     for way in found["ways_to_fit"]:
         plan = planned_by_command(capsys, [*command, *shlex.split(way["options"])])["plan"]

@@ -3,22 +3,24 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from trellis.errors import UserError
 from trellis.hardware.chips import Target
 from trellis.hardware.described import described_devices
 from trellis.run.config import BatchSize, Run
-from trellis.run.layouts import MeshSizes, make_layout
+from trellis.run.layouts import AXES, MeshSizes, make_layout
 
 DATA_AXES = ("data", "data_y", "data_z")
+# The others, in the order in which they take their devices.
+_OTHERS = ("model", "context", "context_y", "expert", "expert_y", "stage", "replica")
 
 
 def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[str]]:
     """A run whose mesh fills the target and whose batch gives every device a row.
 
-    The mesh keeps its sizes of all axes but those of data, as far as they divide the target; data parallelism takes the
-    rest, on a TPU along each side of the torus. The batch grows to the next multiple of the devices along its mesh
+    A mesh that does not fill it keeps its sizes of all axes but those of data, as far as they divide the target; data
+    parallelism takes the rest, on a TPU along each side of the torus. The batch grows to the next multiple of the devices along its mesh
     axes, times microbatches. What the user gave stays, and is an error if it does not divide.
 
     Args:
@@ -30,7 +32,8 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
         The run, and a sentence for each change.
 
     Raises:
-        UserError: the user set the number of devices, which the target determines.
+        UserError: the user set the number of devices, which the target determines, or sizes of mesh axes that do not
+            divide it.
     """
     if "devices" in given and run.devices is not None:
         fix = "leave it out"
@@ -41,8 +44,8 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
             "The number of devices cannot be set: the target determines it.", seen=seen, where="--devices", fix=fix
         )
     notes = []
-    if not any(name.startswith("mesh") for name in given):
-        fitted = fitted_mesh(run.mesh, target)
+    if not any(name.startswith("mesh") for name in given) or _sizes(run.mesh, target) is None:
+        fitted = fitted_mesh(run.mesh, target, _fixed(run.mesh, given))
         if _sizes(fitted, target) != _sizes(run.mesh, target):
             notes.append(
                 f"mesh {_words(run.mesh)} -> {_words(fitted)} so that it fills {target.name}; "
@@ -62,8 +65,17 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
     return run, notes
 
 
-def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
-    """A recipe's mesh on a target that it was not written for. Data axes that fill its sides stay as they are.
+def _fixed(mesh: MeshSizes, given: Collection[str]) -> list[str]:
+    """The mesh axes whose sizes the user gave: those of options, or all that a file's mesh slices over."""
+    sizes = {name: size for name, size in dataclasses.asdict(mesh).items() if size != -1}
+    if any(f"mesh.{name}" in given for name in AXES):
+        return [name for name in sizes if f"mesh.{name}" in given]
+    return [name for name, size in sizes.items() if size > 1] if "mesh" in given else []
+
+
+def fitted_mesh(mesh: MeshSizes, target: Target, fixed: Sequence[str] = ()) -> MeshSizes:
+    """A recipe's mesh on a target that it was not written for. Data axes that fill its sides stay as they are, and so
+    do axes whose size is fixed.
 
     >>> from trellis.hardware.chips import target
     >>> fitted = fitted_mesh(MeshSizes(model=8), target("v5p:8x8x8"))
@@ -78,14 +90,35 @@ def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
     """
     if _fills_sides(mesh, target):
         return mesh
-    left, kept = target.num_devices, {}
-    for name in ("model", "context", "context_y", "expert", "expert_y", "stage", "replica"):
-        size = getattr(mesh, name)
-        kept[name] = left if size == -1 else math.gcd(size, left)
-        left //= kept[name]
+    if (found := _fitted(mesh, target, fixed)) is None:
+        name = next((name for name in fixed if name in DATA_AXES), fixed[-1])
+        sizes = range(1, target.num_devices + 1)
+        able = [str(n) for n in sizes if _fitted(dataclasses.replace(mesh, **{name: n}), target, fixed)]
+        listed = f"--mesh.{name} {' or '.join(filter(None, (', '.join(able[:-1]), *able[-1:])))}"
+        raise UserError(
+            "The sizes of the mesh axes must multiply to the number of devices.",
+            seen=f"{' '.join(f'{axis}={getattr(mesh, axis)}' for axis in fixed)}, devices={target.num_devices}",
+            where=f"mesh.{name}",
+            fix=f"use {listed if able else f'sizes that multiply to {target.num_devices}'}",
+        )
+    return found
+
+
+def _fitted(mesh: MeshSizes, target: Target, fixed: Sequence[str]) -> MeshSizes | None:
+    """The mesh with its fixed sizes and with others that fill the target; None if there are none."""
+    kept = {name: getattr(mesh, name) for name in fixed}
+    left, odd = divmod(target.num_devices, math.prod(kept.values()))
+    if odd:
+        return None
+    for name in _OTHERS:
+        if name not in kept:
+            size = getattr(mesh, name)
+            kept[name] = left if size == -1 else math.gcd(size, left)
+            left //= kept[name]
+    if any(axis in fixed for axis in DATA_AXES):
+        return dataclasses.replace(mesh, **{**dict.fromkeys(DATA_AXES, 1), **kept}) if left == 1 else None
     data = data_sizes(left, target)
-    sizes = {**kept, **{axis: data.get(axis, 1) for axis in DATA_AXES}}
-    return dataclasses.replace(mesh, **sizes)
+    return dataclasses.replace(mesh, **kept, **{axis: data.get(axis, 1) for axis in DATA_AXES})
 
 
 def _fills_sides(mesh: MeshSizes, target: Target) -> bool:
