@@ -174,3 +174,36 @@ def test_advice_on_products_and_on_activations_can_be_followed():
     found = "\n".join(advice(dataclasses.replace(plan, work=tuple(small))))
     assert "too small to fill the matrix units, most of it " in found
     assert found.endswith(": a wider model, or wider heads, or less tensor parallelism (--mesh.model 1)")
+
+
+def test_options_are_advised_if_they_are_accepted_and_help():
+    sizes = {"mesh.model": "2", "layout.preset": "fsdp_tensor_sequence"}
+    plan = quick_plan(load_run("tiny", sizes), target("v5e:2x4"))
+    overlap, less = "--layout.overlap mlp,heads", "--mesh.model 1"
+    faster = dataclasses.replace(plan, tokens=2 * plan.tokens)
+
+    def waits(plans):
+        def planned(options):
+            if options in plans:
+                return plans[options]
+            raise UserError("An option must be known.", seen=options, where=options, fix="leave it out")
+
+        return [line for line in advice(plan, planned) if "over model" in line]
+
+    assert waits({}) == waits({overlap: plan, less: plan}) == []
+    assert waits({overlap: faster})[0].endswith(f"over model: {overlap}")
+    assert waits({overlap: plan, less: faster})[0].endswith(f"over model: use less of it ({less})")
+
+
+def test_what_a_plan_advises_is_tried(capsys):
+    """Overlap would take longer here, and is not advised; it is accepted, since its preset follows from the mesh."""
+    command = ["plan", "llama_84m", "--on", "v5e:2x4", "--mesh.model", "2", "--model.layers", "2", "--json"]
+    seconds = []
+    for more in ([], ["--layout.overlap", "mlp,heads"], ["--mesh.model", "1"]):
+        assert main([*command, *more]) == 0
+        found = json.loads(capsys.readouterr().out)["plan"]
+        seconds.append(found["step_seconds"])
+        if not more:
+            (waits,) = (line for line in found["advice"] if "over model" in line)
+    assert ("--layout.overlap" in waits) == (seconds[1] * 1.01 < seconds[0])
+    assert ("--mesh.model 1" in waits) == (seconds[2] * 1.01 < seconds[0])

@@ -70,6 +70,7 @@ def execute(args: argparse.Namespace) -> int:
     """Plans `args.run` on `args.on`; returns 3 if what was compiled is worse than before, or not as written."""
     from trellis.hardware.chips import target
     from trellis.plan.adapt import adapt
+    from trellis.plan.advice import advice
     from trellis.plan.changes import changes_text
     from trellis.plan.costs import check_takes_costs, costs_said, schedule_by_costs
     from trellis.plan.narrow import brought, brought_text
@@ -91,7 +92,7 @@ def execute(args: argparse.Namespace) -> int:
     quick = lambda run: quick_plan(run, where, **assumed)
     planned = lambda run: fullest(plan_phases(run, quick)).plan
     applied = lambda options: with_options(args, options, where)
-    plan, more, narrow, written, asked = None, [], [], args.run, run
+    plan, more, narrow, advised, written, asked = None, [], [], [], args.run, run
     try:
         plans = plan_phases(run, quick)
         if run.lengths:  # from here on it is about the phase that decides whether the run fits
@@ -106,12 +107,13 @@ def execute(args: argparse.Namespace) -> int:
         run, written = run.phases()[-1].run, args.run.phases()[-1].run
         print(f"the run cannot be planned as it is: {error}\n", file=sys.stderr)
     if plan is not None:
-        out["plan"] = as_json(plan)
+        advised = advice(plan, lambda options: planned(applied(options)))
+        out["plan"] = as_json(plan, advised)
         ways = [] if plan.fits else ways_to_fit(asked, planned, most=2, plan=plan, applied=applied)
         out["ways_to_fit"] = [dataclasses.asdict(way) for way in ways]
         more = [] if plan.fits else excess_lines(plan, ways)
         if not args.json:
-            print(text(plan, formulas=args.formulas, fitted=changed, ways=more))
+            print(text(plan, formulas=args.formulas, fitted=changed, ways=more, advised=advised))
         narrow = brought(run, plan, quick)
         out["narrow"] = [dataclasses.asdict(each) for each in narrow]
         if narrow and not args.json:
@@ -149,7 +151,7 @@ def execute(args: argparse.Namespace) -> int:
 
         plan = plan or next(c.plan for c in found.candidates if c.plan)
         Path(args.page).write_text(
-            page(plan, verdict, found, fitted=changed, ways=more, narrow=narrow), encoding="utf-8"
+            page(plan, verdict, found, fitted=changed, ways=more, narrow=narrow, advised=advised), encoding="utf-8"
         )
         print(f"page written to {args.page}", file=sys.stderr)
     if args.json:

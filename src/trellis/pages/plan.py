@@ -54,6 +54,7 @@ def page(
     fitted: Sequence[str] = (),
     ways: Sequence[str] = (),
     narrow: Sequence[Brought] = (),
+    advised: Sequence[str] | None = None,
 ) -> str:
     """The page of a plan.
 
@@ -64,6 +65,7 @@ def page(
         fitted: how the recipe was changed for the target.
         ways: what would make it fit, if it does not.
         narrow: what narrow products gain.
+        advised: the plan's advice, if options were tried for it.
     """
     mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     title = f"{plan.name} on {plan.target.name}"
@@ -71,7 +73,7 @@ def page(
         f"{plan.target.num_devices} devices, mesh {mesh}; {numbers.count(plan.parameters)} parameters, "
         f"{numbers.count(plan.tokens)} tokens a step"
     )
-    changes = [*ways, *advice(plan)]
+    changes = [*ways, *(advice(plan) if advised is None else advised)]
     body = join(
         tag("h1", title),
         _quiet(about),

@@ -20,8 +20,8 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
     """A run whose mesh fills the target and whose batch gives every device a row.
 
     A mesh that does not fill it keeps its sizes of all axes but those of data, as far as they divide the target; data
-    parallelism takes the rest, on a TPU along each side of the torus. The batch grows to the next multiple of the devices along its mesh
-    axes, times microbatches. What the user gave stays, and is an error if it does not divide.
+    parallelism takes the rest, on a TPU along each side of the torus. The batch grows to the next multiple of the
+    devices along its mesh axes, times microbatches. What the user gave stays, and is an error if it does not divide.
 
     Args:
         run: the run.

@@ -148,7 +148,14 @@ def link_table(plan: Plan) -> str:
     )
 
 
-def text(plan: Plan, *, formulas: bool = False, fitted: Sequence[str] = (), ways: Sequence[str] = ()) -> str:
+def text(
+    plan: Plan,
+    *,
+    formulas: bool = False,
+    fitted: Sequence[str] = (),
+    ways: Sequence[str] = (),
+    advised: Sequence[str] | None = None,
+) -> str:
     """The whole plan.
 
     Args:
@@ -156,11 +163,12 @@ def text(plan: Plan, *, formulas: bool = False, fitted: Sequence[str] = (), ways
         formulas: whether to add how each time is calculated.
         fitted: how the recipe was changed for the target.
         ways: what would make it fit, if it does not.
+        advised: its advice, if options were tried for it.
     """
     parts = [headline(plan, fitted), memory_table(plan), link_table(plan), time_table(plan, formulas=formulas)]
     if plan.schedule is not None and plan.schedule.ends <= MOST_TICKS:
         parts.insert(1, "microbatches in the stages, forward (F) and backward (B)\n\n" + chart(plan.schedule))
-    if found := [*ways, *advice(plan)]:
+    if found := [*ways, *(advice(plan) if advised is None else advised)]:
         parts.append("what to change\n" + "\n".join(f"  - {line}" for line in found))
     parts.append(CAVEAT)
     return "\n\n".join(parts)
@@ -172,8 +180,8 @@ CAVEAT = (
 )
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything, as plain values; seconds, bytes, FLOPs."""
+def as_json(plan: Plan, advised: Sequence[str] | None = None) -> dict[str, Any]:
+    """Everything, as plain values; seconds, bytes, FLOPs. `advised` is as in `text`."""
     return {
         "name": plan.name,
         "target": plan.target.name,
@@ -205,7 +213,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "dollars_per_billion_tokens": plan.dollars_per_billion_tokens,
         "communication": {"per_axis": plan.ledger.per_axis(), "rows": [_fields(row) for row in plan.ledger.rows]},
         "times": [_fields(line) for line in plan.times.lines],
-        "advice": advice(plan),
+        "advice": advice(plan) if advised is None else list(advised),
     }
 
 

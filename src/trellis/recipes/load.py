@@ -100,15 +100,20 @@ def load(target: str, options: Mapping[str, str]) -> Loaded:
             fix = did_you_mean(str(recipe), RECIPES)
             raise UserError("The `base` of a file must be a recipe.", seen=f"base: {recipe}", where=target, fix=fix)
         base = RECIPES[recipe]() if recipe else None
-    run = resolve(Run, base, patch=patch, source=target if patch else "", options=options)
+    source = target if patch else ""
     whole = Path(target).is_dir() or patch.keys() >= fields_of(Run).keys()
     given = frozenset(named_in(Run, options)) | (frozenset() if whole else frozenset(patch))
-    layout = patch.get("layout")
-    if base is None or "layout.preset" in options or (isinstance(layout, Mapping) and "preset" in layout):
-        return Loaded(run=run, given=given, notes=())
-    meshes = patch.get("mesh")
-    named = {*(meshes if isinstance(meshes, Mapping) else ()), *(o.removeprefix("mesh.") for o in options)}
-    return _using(Loaded(run=run, given=given, notes=()), named)
+    layout, meshes = ({**part} if isinstance(part := patch.get(n), Mapping) else {} for n in ("layout", "mesh"))
+    named = {*meshes, *(name.removeprefix("mesh.") for name in given)}.intersection(AXES)
+    note = None
+    if base is not None and named and "layout.preset" not in given and "preset" not in layout:
+        # Whether a product that is overlapped is sliced depends on the preset, which comes first.
+        sliced = {name: value for name, value in layout.items() if name != "overlap"}
+        texts = {name: text for name, text in options.items() if name != "layout.overlap"}
+        note = _using(resolve(Run, base, patch={**patch, "layout": sliced}, source=source, options=texts), named)
+        options = {**options, "layout.preset": "auto"} if note else options
+    run = resolve(Run, base, patch=patch, source=source, options=options)
+    return Loaded(run=run, given=given, notes=(note,) if note else ())
 
 
 def run_file(target: str) -> Path:
@@ -123,16 +128,13 @@ def _from_checkpoint(folder: Path) -> str:
     return f"copy it from a checkpoint: cp {typed(copies[-1])} {typed(folder)}" if copies else ""
 
 
-def _using(loaded: Loaded, named: set[str]) -> Loaded:
-    """The run with a layout that uses the mesh axes that the user named, if the recipe's leaves one without work."""
-    run, sizes = loaded.run, dataclasses.asdict(loaded.run.mesh)
-    used = run.layout.used()
+def _using(run: Run, named: set[str]) -> str | None:
+    """Why a layout should be one that uses the mesh axes that the user named: the run's leaves one without work."""
+    sizes, used = dataclasses.asdict(run.mesh), run.layout.used()
     idle = [axis for axis in AXES if axis in named and sizes[axis] != 1 and axis not in used]
     if not idle:
-        return loaded
-    note = f"layout.preset {run.layout.preset} -> auto, which uses the mesh axis {idle[0]}; --layout.preset sets it"
-    layout = dataclasses.replace(run.layout, preset="auto")
-    return dataclasses.replace(loaded, run=dataclasses.replace(run, layout=layout), notes=(note,))
+        return None
+    return f"layout.preset {run.layout.preset} -> auto, which uses the mesh axis {idle[0]}; --layout.preset sets it"
 
 
 def read_yaml(path: Path) -> dict:
