@@ -76,6 +76,8 @@ def test_own_chips(tmp_path):
     [
         ("a: {like: h100, bf16_tflop: 3}", "did you mean `bf16_tflops`"),
         ("a: {like: h10}", "did you mean `h100`"),
+        ("123: {like: h100}", "A chip's name must be a letter, and then letters, digits and hyphens"),
+        ("my_chip: {like: h100}", "seen:  `my_chip`"),
         ("a: {kind: gpu, bf16_tflops: 3}", "add `hbm_gib`"),
         ("a: {like: h100, hbm_gbps: -2}", "A rate must be a positive number."),
         ("a: {like: h100, bf16_tflops: .nan}", "A rate must be a positive number."),

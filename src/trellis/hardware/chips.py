@@ -309,17 +309,23 @@ def chips(extra: str | None = None) -> dict[str, Chip]:
                 "A hardware file must map names to entries.", seen=type(more).__name__, where=extra,
                 fix="see src/trellis/hardware/chips.yaml for the format",
             )  # fmt: skip
-        for name, entry in more.items():
-            like = entry.get("like")
+        for key, entry in more.items():
+            name, like = str(key).lower(), entry.get("like")
+            if not _NAME.fullmatch(name):
+                raise UserError(
+                    "A chip's name must be a letter, and then letters, digits and hyphens: targets are read so.",
+                    seen=f"`{key}`", where=extra, fix="write rtx-5090: {like: h100, ...}, and --on 8xrtx-5090",
+                )  # fmt: skip
             if like is not None and like not in entries:
                 raise UserError(
                     "`like` must name a known chip.", seen=f"{name}.like: {like}", where=extra,
                     fix=did_you_mean(str(like), entries),
                 )  # fmt: skip
-            entries[name.lower()] = {**(entries[like] if like else {}), **entry}
+            entries[name] = {**(entries[like] if like else {}), **entry}
     return {name: chip_from(name, entry, where) for name, entry in entries.items()}
 
 
+_NAME = re.compile(r"[a-z][a-z0-9-]*")
 _TPU = re.compile(r"(?:(\d+)[x*])?([a-z][a-z0-9-]*?)[:-](\d+(?:x\d+)*)")
 _GPU = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][a-z0-9-]*)")
 
