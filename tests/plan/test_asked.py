@@ -207,3 +207,19 @@ def test_what_a_plan_advises_is_tried(capsys):
             (waits,) = (line for line in found["advice"] if "over model" in line)
     assert ("--layout.overlap" in waits) == (seconds[1] * 1.01 < seconds[0])
     assert ("--mesh.model 1" in waits) == (seconds[2] * 1.01 < seconds[0])
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("later", ["", ", batch_size: 16"])
+def test_what_a_search_finds_holds_for_every_length(capsys, later):
+    """The later steps decide, with half or twice the sequences; what is pasted is about the run as it was written."""
+    where, options = target("8xH100"), {"lengths": f"[{{step: 10, length: 128{later}}}]"}
+    written = load_run("tiny", options)
+    fitted, _ = adapt(written, where, ("lengths",))
+    found = search(fitted, where, written=written, start=10, most=2)
+    assert found.winner is not None and found.winner.run.data.sequence_length == 128
+    for candidate in found.candidates:
+        pasted = load_run("tiny", options | dict(candidate.options))
+        assert pasted.batch_size == fitted.batch_size and pasted.at(10).remat == candidate.run.remat
+        assert adapt(pasted, where, ("lengths", "batch_size", *candidate.options))[0] == pasted
+        assert all(quick_plan(phase.run, where).fits for phase in pasted.phases())

@@ -92,19 +92,18 @@ def execute(args: argparse.Namespace) -> int:
     quick = lambda run: quick_plan(run, where, **assumed)
     planned = lambda run: fullest(plan_phases(run, quick)).plan
     applied = lambda options: with_options(args, options, where)
-    plan, more, narrow, advised, written, asked = None, [], [], [], args.run, run
+    plan, more, narrow, advised, asked = None, [], [], [], run
     try:
         plans = plan_phases(run, quick)
         if run.lengths:  # from here on it is about the phase that decides whether the run fits
             out["lengths"] = phases_json(plans)
-            written = args.run.at(fullest(plans).phase.start)
             if not args.json:
                 print(phases_text(plans) + "\n")
-        run, plan = fullest(plans).phase.run, fullest(plans).plan
+        start, run, plan = fullest(plans).phase.start, fullest(plans).phase.run, fullest(plans).plan
     except (UserError, ValueError) as error:
         if not args.search:  # the search looks for settings that do divide
             raise
-        run, written = run.phases()[-1].run, args.run.phases()[-1].run
+        start, run = run.phases()[-1].start, run.phases()[-1].run
         print(f"the run cannot be planned as it is: {error}\n", file=sys.stderr)
     if plan is not None:
         advised = advice(plan, lambda options: planned(applied(options)))
@@ -142,7 +141,8 @@ def execute(args: argparse.Namespace) -> int:
         from trellis.plan.search import search
 
         best = (args.top or _TOP) if args.compile else 0
-        found = search(run, where, written=written, compile_best=best, progress=sys.stderr.isatty(), **assumed)
+        showing = sys.stderr.isatty()
+        found = search(asked, where, written=args.run, start=start, compile_best=best, progress=showing, **assumed)
         out["search"] = search_json(found)
         if not args.json:
             print("\n" + frontier_text(found))

@@ -29,6 +29,7 @@ from trellis.plan.sketch import sketch
 from trellis.plan.ways_to_fit import POLICIES, some_names
 from trellis.run.config import Run
 from trellis.run.layouts import MeshSizes
+from trellis.run.lengths import as_of_phase
 from trellis.train.assemble import layout_of
 
 # How attention reaches keys of other slices, along a mesh axis of positions.
@@ -255,6 +256,7 @@ def search(
     target: Target,
     *,
     written: Run | None = None,
+    start: int = 0,
     most: int = 18,
     compile_best: int = 0,
     progress: bool = False,
@@ -263,10 +265,13 @@ def search(
 ) -> Found:
     """Searches for the fastest setting of a run on a target that fits.
 
+    The time is that of the steps from `start` on; steps with other lengths of sequences have to fit, too.
+
     Args:
         run: the run; model, batch and sequence length stay as they are.
         target: the hardware.
         written: the run as the user wrote it, which the options to paste are relative to; `run` itself if None.
+        start: of a run with several lengths of sequences, the first step of those that are compared.
         most: variants that are planned from types, about half a second each.
         compile_best: how many of the fastest that fit the compiler is asked about.
         progress: whether to report progress on stderr.
@@ -277,12 +282,15 @@ def search(
         UserError: no mesh divides the batch, or the axes of the model that it slices.
     """
     found, refusals = [], []
-    refused = functools.cache(functools.partial(_refused, described_devices(target), run))
+    whole, run, written = run, run.at(start), written or run
+    refused = functools.cache(functools.partial(_refused, described_devices(target), whole))
     for variant, options in variants(run, target, written):
         if why := refused(variant.mesh, variant.layout, variant.microbatches):
             refusals.append(why)
-        else:
+        elif not whole.lengths:
             found.append((variant, options))
+        elif (everywhere := _throughout(whole, start, variant)) is not None:
+            found.append((variant, _options(written, everywhere)))
     sketched = [_sketched(variant, options, target) for variant, options in found]
     if not sketched and refusals:
         raise refusals[0]
@@ -295,10 +303,10 @@ def search(
             fix=f"use --batch_size {-(-size // target.num_devices) * target.num_devices}",
         )
     planned = []
-    own = next((c for c in sketched if _same(c.run, run, target)), None) or _itself(run, target, written or run)
+    own = next((c for c in sketched if _same(c.run, run, target)), None) or _itself(run, target, written, whole)
     chosen = [own] if own else []
     chosen += [c for c in promising(sketched, target, most) if c is not own]
-    plan = functools.partial(_planned, target=target, price=price, load=load)
+    plan = functools.partial(_planned, whole=whole, start=start, target=target, price=price, load=load)
     for number, candidate in enumerate(chosen, 1):
         if progress:
             print(f"\rplanning {number} of {len(chosen)}", end="", file=sys.stderr, flush=True)
@@ -320,14 +328,39 @@ def search(
 def _refused(devices: Sequence[Any], run: Run, mesh, layout, microbatches: int | None) -> UserError | None:
     """Why a run cannot be computed on this mesh; None if it can."""
     try:
-        layout_of(dataclasses.replace(run, mesh=mesh, layout=layout, microbatches=microbatches), devices)
+        for phase in dataclasses.replace(run, mesh=mesh, layout=layout, microbatches=microbatches).phases():
+            layout_of(phase.run, devices)
     except UserError as error:
         return error
     return None
 
 
-def _planned(candidate: Candidate, target: Target, price: float | None, load: float) -> Candidate:
+def _throughout(whole: Run, start: int, variant: Run) -> Run | None:
+    """The run with the settings that a variant has from `start` on; None if its other steps cannot have them, or these
+    have a number of microbatches of their own."""
+    same = variant.microbatches == whole.at(start).microbatches
     try:
+        found = dataclasses.replace(
+            whole, mesh=variant.mesh, layout=variant.layout, accumulation=variant.accumulation, remat=variant.remat,
+            microbatches=whole.microbatches if same else variant.microbatches,
+        )  # fmt: skip
+    except UserError:
+        return None
+    return found if found.at(start).microbatches == variant.microbatches else None
+
+
+def _planned(
+    candidate: Candidate, whole: Run, start: int, target: Target, price: float | None, load: float
+) -> Candidate:
+    everywhere = _throughout(whole, start, candidate.run) if whole.lengths else None
+    try:
+        for phase in everywhere.phases() if everywhere else ():
+            if phase.start == start:
+                continue
+            with as_of_phase(phase.start):
+                other = quick_plan(phase.run, target, load=load)
+            if not other.fits:
+                return dataclasses.replace(candidate, refused=f"steps from {phase.start + 1:,} on do not fit")
         return dataclasses.replace(candidate, plan=quick_plan(candidate.run, target, price=price, load=load))
     except (UserError, ValueError, NotImplementedError) as error:
         return dataclasses.replace(candidate, refused=str(error).splitlines()[0])
@@ -338,15 +371,14 @@ def _sketched(run: Run, options: dict[str, str], target: Target) -> Candidate:
     return Candidate(run, options, sketch(run, target, sizes))
 
 
-def _itself(run: Run, target: Target, written: Run) -> Candidate | None:
+def _itself(run: Run, target: Target, written: Run, whole: Run) -> Candidate | None:
     """The run's own setting, if it is not one of the variants; None if its mesh does not fit the target."""
     try:
         sizes = run.mesh.resolve(target.num_devices)
     except UserError:
         return None
-    return _sketched(
-        dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, **sizes)), _options(written, run), target
-    )
+    own = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, **sizes))
+    return _sketched(own, _options(written, whole if whole.lengths else run), target)
 
 
 def _same(one: Run, run: Run, target: Target) -> bool:
