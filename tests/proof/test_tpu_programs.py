@@ -183,3 +183,41 @@ ENTRY main () -> (pred[12], pred[]) {{
     found, some = Interpreter(text)([x, np.array([False, True])])
     np.testing.assert_array_equal(np.broadcast_to(found, x.shape), [x.any(0)] * 2)
     assert some.all()
+
+
+def halves(kind: str, half: str) -> str:
+    """A program that takes an array apart as TPUs do, and puts it together again with its lower half negated."""
+    return f"""HloModule m
+ENTRY main () -> {kind}[4] {{
+  x = {kind}[4]{{0}} parameter(0)
+  low = {half}[4]{{0}} custom-call(%x), custom_call_target="X64SplitLow"
+  high = {half}[4]{{0}} custom-call(%x), custom_call_target="X64SplitHigh"
+  negated = {half}[4]{{0}} negate(%low)
+  ROOT whole = {kind}[4]{{0}} custom-call(%negated, %high), custom_call_target="X64Combine"
+}}
+"""
+
+
+def test_halves_of_complex_numbers_are_real_and_imaginary():
+    z = np.complex64([[0.5 + 0.25j, -1 - 2j, 3, 1j]])
+    (found,) = Interpreter(halves("c64", "f32"))([z])
+    np.testing.assert_array_equal(found, -z.conj())
+
+
+def test_halves_of_words_are_lower_and_upper():
+    x = np.int64([[5 << 32 | 1, -1, 7, 1 << 40]])
+    (found,) = Interpreter(halves("s64", "u32"))([x])
+    low = x & 0xFFFFFFFF
+    np.testing.assert_array_equal(found, x - low + (-low & 0xFFFFFFFF))
+
+
+def test_floats_of_64_bits_in_halves_are_refused():
+    with pytest.raises(NotInterpreted, match="floats of 64 bits, which TPUs compute"):
+        Interpreter(halves("f64", "f32"))([np.ones((1, 4))])
+
+
+def test_complex_programs_are_proven():
+    mesh = make_mesh(jax.devices()[:4], data=2, model=2)
+    z = jax.device_put(jnp.full((8, 256), 0.5 + 0.25j, jnp.complex64), NamedSharding(mesh, PartitionSpec("data")))
+    proof = tr.prove(lambda z: (z * z, jnp.fft.fft(z.real)), z, on="v5e:2x2", explain=False)
+    assert proof.proven

@@ -1,4 +1,4 @@
-"""Random bits of XLA's generator, and the largest entries as a TPU finds most of them.
+"""Random bits of XLA's generator, halves of what TPUs keep in two, and the largest entries as a TPU finds most of them.
 
 On CPUs and GPUs the generator is Philox. A TPU has its own, which the program does not show: Philox stands in for it.
 In the place of most of the largest entries stand all of them.
@@ -56,15 +56,26 @@ def philox(state: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
     return found.astype(dtype)
 
 
+def _kind(dtype: np.dtype) -> str:
+    """What halves make: complex numbers, of real and imaginary parts, or words of 64 bits, of lower and upper ones."""
+    if dtype.kind == "f":
+        raise NotInterpreted("floats of 64 bits, which TPUs compute as a rounded number and what is left of it")
+    return dtype.kind
+
+
 def _combined(instruction: Instruction, machine) -> Callable:
-    """Words of 64 bits of their lower and upper halves, which TPUs keep apart."""
+    """What TPUs keep as two halves."""
     dtype = machine.dtype(instruction)
+    if _kind(dtype) == "c":
+        return lambda values, team: (values[0] + 1j * values[1]).astype(dtype)
     wide = lambda half: half.astype(np.uint32).astype(np.uint64)
     return lambda values, team: (wide(values[0]) | wide(values[1]) << np.uint64(32)).astype(dtype)
 
 
 def _half(instruction: Instruction, machine, by: int) -> Callable:
-    dtype = machine.dtype(instruction)
+    dtype, (whole,) = machine.dtype(instruction), machine.operand_types(instruction)
+    if _kind(machine.held(whole.dtype)) == "c":
+        return lambda values, team: (values[0].imag if by else values[0].real).astype(dtype)
     return lambda values, team: (values[0].astype(np.uint64) >> np.uint64(by)).astype(np.uint32).astype(dtype)
 
 
