@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 import trellis as tr
 from tests.proof.mutations import ELSEWHERE, mutations
 from trellis.checkpoints.checkpoints import LastGood
-from trellis.inspect import Ledger, Row, ledger, structure_of
+from trellis.inspect import Ledger, Row, collectives, ledger, structure_of
 from trellis.inspect.copies import Apart
 from trellis.inspect.groups import axes_of
 from trellis.program.pairs import axes_of_pairs
@@ -461,3 +461,15 @@ def test_what_a_compiler_may_know_beforehand_need_not_be_moved(function, rows, m
     assert structure_of(listed, compiled, mesh).right
     assert len(structure_of(listed, compiled, mesh).matches) == rows
     assert len(structure_of(listed, nothing_moves, mesh).missing) == missing
+
+
+@pytest.mark.parametrize("kind, words", [("threefry2x32", 2), ("rbg", 4)])
+def test_random_keys_move_as_their_words(kind, words):
+    mesh = tr.make_mesh(jax.devices()[:4], data=4)
+    keys = jax.random.split(jax.random.key(0, impl=kind), 8)
+    keys = jax.device_put(keys, jax.sharding.NamedSharding(mesh, jax.P("data")))
+    gathered = lambda keys: jax.sharding.reshard(keys, jax.sharding.NamedSharding(mesh, jax.P(None)))
+    rows = ledger(gathered, keys)
+    assert [row.payload for row in rows] == [8 * words * 4]
+    compiled = jax.jit(gathered).lower(keys).compile()
+    assert structure_of(rows, compiled, mesh).right and rows.total() == collectives(compiled, mesh).total()

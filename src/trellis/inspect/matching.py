@@ -93,12 +93,12 @@ class Match:
 
 
 def _key(row: Row, sizes: Mapping[str, int]) -> Key:
-    bits = item_bits("pred" if row.dtype.startswith("bool") else row.dtype)
+    dtype = {"bool_": "pred", "key": "u32"}.get(row.dtype, row.dtype)  # XLA sees a key's words
     cut = 1
     if row.kind == "all-gather":  # each device gets all but its own part
         cut = math.prod(sizes[axis] for axis in row.axes) * (row.payload - row.wire) // row.payload
     kind = _kind(row.kind, row.reduction)
-    return Key(kind, frozenset(row.axes), row.payload * 8 // bits, _whole(row.dtype), max(cut, 1))
+    return Key(kind, frozenset(row.axes), row.payload * 8 // item_bits(dtype), _whole(dtype), max(cut, 1))
 
 
 def _kind(kind: str, reduction: str) -> str:
@@ -108,7 +108,7 @@ def _kind(kind: str, reduction: str) -> str:
 
 def _whole(dtype: str) -> bool:
     """Whether numbers of this type, as JAX or XLA write it, are integers: compilers change the width, but not this."""
-    return dtype.startswith(("i", "s", "u", "pred", "bool"))
+    return dtype.startswith(("i", "s", "u", "pred"))
 
 
 @dataclasses.dataclass(slots=True)

@@ -50,11 +50,11 @@ def is_auto(aval) -> bool:
 
 @functools.lru_cache(256)
 def itemsize(dtype) -> float:
-    """Bytes of one element; random keys count as their two words, tangents of whole numbers as nothing."""
+    """Bytes of one element; random keys count as their words, tangents of whole numbers as nothing."""
     if dtype == jax.dtypes.float0:
         return 0
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return 8
+        return dtype.itemsize
     return jax.dtypes.itemsize_bits(dtype) / 8
 
 
