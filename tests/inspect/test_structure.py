@@ -473,3 +473,13 @@ def test_random_keys_move_as_their_words(kind, words):
     assert [row.payload for row in rows] == [8 * words * 4]
     compiled = jax.jit(gathered).lower(keys).compile()
     assert structure_of(rows, compiled, mesh).right and rows.total() == collectives(compiled, mesh).total()
+
+
+def test_empty_arrays_do_not_move():
+    mesh = tr.make_mesh(jax.devices()[:4], data=4)
+    x = jax.device_put(jnp.ones((8, 0)), jax.sharding.NamedSharding(mesh, jax.P("data")))
+    gathered = lambda x: jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, jax.P(None)))
+    by_hand = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+    for function in (gathered, by_hand):
+        rows = ledger(function, x)
+        assert not rows.rows and structure_of(rows, jax.jit(function).lower(x).compile(), mesh).right

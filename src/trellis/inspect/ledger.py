@@ -96,17 +96,20 @@ class _Rows:
             yield from self.moved(operation)
 
     def moved(self, operation: Operation) -> Iterator[Row]:
-        """What an operation with no others inside moves. Equal values move once; by hand, each as written."""
+        """What an operation with no others inside moves. Equal values move once; by hand, each as written. Empty arrays
+        do not move."""
         twin, by_hand = self.states.again(operation), operation.name in COLLECTIVES
         if self.of_zeros(operation) or self.of_one_number(operation) or (twin and not by_hand):
             return
         if by_hand:
             for move, before, after, note in moves(operation, self.sizes):
-                what = text_of(operation.scope, before) or f"{words(before)} -> {words(after)}"
-                yield dataclasses.replace(self.row(move, before.aval, what, operation, note), twin=twin)
+                if move.payload:
+                    what = text_of(operation.scope, before) or f"{words(before)} -> {words(after)}"
+                    yield dataclasses.replace(self.row(move, before.aval, what, operation, note), twin=twin)
         else:
             for implied in self.states.implied(operation):
-                yield self.row(implied.move, implied.aval, _words(implied, operation), operation, implied.note)
+                if implied.move.payload:
+                    yield self.row(implied.move, implied.aval, _words(implied, operation), operation, implied.note)
 
     def of_zeros(self, operation: Operation) -> bool:
         """Whether it would move zeros, which compilers do not."""
