@@ -412,3 +412,17 @@ def test_what_does_not_fit_says_what_would():
 def test_what_does_not_fit_without_changes():
     with pytest.raises(NotEnoughMemory, match="use more devices, or a smaller model or batch$"):
         of_step().check(1)
+
+
+def test_the_branch_that_takes_most_memory_counts():
+    """And not the one with the most operations."""
+    wide = lambda x: jnp.sort(jnp.tile(x, (1, 32)), 1)[:, :64]
+
+    def long(x):
+        for i in range(12):
+            x = jnp.sin(x) + i
+        return x
+
+    for branches in ((wide, long), (long, wide)):
+        found = memory(lambda i, x, b=branches: lax.cond(i, *b, x), jnp.bool_(True), jnp.ones((64, 64)))
+        assert found.total > found.compiled.peak > 32 * 64 * 64 * 4

@@ -356,24 +356,23 @@ class _Walk:
         return fusion.reduces(operation)
 
     def loop(self, operation: Operation) -> None:
-        """A loop or a branch: its body's highest point comes on top of what is around it."""
-        name = operation.name
-        body = max(operation.bodies, key=lambda body: len(body.operations)) if name == "cond" else operation.bodies[-1]
+        """A loop or branches: the highest point of a turn, or of the branch that takes most, comes on top of what is
+        around it."""
         first, carried = operation.carries
         for value in operation.results[carried:]:
             self.make(value, self.room(operation, value))
             self.host += value.num_bytes * value.on_host
-        entering = operation.entering(body)
-        carries = [
-            self.carry(operation, inner, outer, last)
-            for (inner, outer), last in zip(entering[first : first + carried], body.results)
-        ]
-        inner = _Walk(body, self.weights, self.held, self.as_read)
-        for value in body.inputs:  # carries are counted here; constants and slices of stacks are read in place
-            inner.enter(value, _Held(None, pinned=True))
-        for value, _ in entering[first : first + carried]:
-            inner.of(value).around = True
-        inner.run()
+        bodies = operation.bodies if operation.name == "cond" else operation.bodies[-1:]
+        carried_in = operation.entering(bodies[-1])[first : first + carried]
+        carries = [self.carry(operation, *each, last) for each, last in zip(carried_in, bodies[-1].results)]
+        walks = [_Walk(body, self.weights, self.held, self.as_read) for body in bodies]
+        for inner in walks:
+            for value in inner.body.inputs:  # carries are counted here; constants and slices of stacks are read in place
+                inner.enter(value, _Held(None, pinned=True))
+            for value, _ in carried_in:
+                inner.of(value).around = True
+            inner.run()
+        inner = max(walks, key=lambda walk: walk.peak)
         self.host += inner.host
         self.kept |= inner.kept
         where, around = inner.where or operation.source, {held.buffer for held in self.live.values()}
