@@ -426,3 +426,45 @@ def test_the_branch_that_takes_most_memory_counts():
     for branches in ((wide, long), (long, wide)):
         found = memory(lambda i, x, b=branches: lax.cond(i, *b, x), jnp.bool_(True), jnp.ones((64, 64)))
         assert found.total > found.compiled.peak > 32 * 64 * 64 * 4
+
+
+FOUR = Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=(AxisType.Explicit,))
+WHOLE = 1024 * 1024 * 4
+
+
+def product(a, w):
+    return jnp.einsum("bd,df->bf", a, w, out_sharding=NamedSharding(FOUR, P("data")))
+
+
+@pytest.mark.parametrize(
+    "function, slices, held",
+    [
+        (lambda a, w: jnp.tanh(product(a, w)), ("data",), {"gathered": WHOLE}),
+        (lambda a, w: product(a, w) + 1, ("data",), {"gathered": WHOLE}),  # which is a part of the product
+        (product, (None, "data"), {"gathered": 2 * WHOLE}),  # columns are gathered, and transposed
+        (lambda a, w: lax.top_k(w, 8)[0], ("data",), {"gathered": WHOLE}),
+        (lambda a, w: jnp.fft.fft(w).real, ("data",), {"gathered": 2 * WHOLE}),  # of complex numbers
+        (lambda a, w: product(w.T, w), ("data",), {"before it is scattered": WHOLE}),
+        (lambda a, w: jnp.tanh(w.sum(0)), ("data",), {}),  # a sum over devices is in its own place
+    ],
+)
+def test_what_implied_moves_make_is_there(function, slices, held):
+    """While the operation runs that the ledger has a row for."""
+    place = lambda shape, *axes: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(FOUR, P(*axes)))
+    found = memory(function, place((64, 1024), "data"), place((1024, 1024), *slices))
+    sizes = collections.Counter()
+    for buffer in found.buffers:
+        for word in ("gathered", "before it is scattered"):
+            sizes[word] += buffer.num_bytes * (f", {word}" in buffer.name)
+    assert +sizes == held
+    assert 0.6 < found.total / found.compiled.peak < 1.1  # CPUs sum into another array before they scatter
+
+
+def test_what_compilers_gather_is_estimated():
+    """An operand of a product in auto mode, as its constraint says; the result of another constraint is one itself."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P("data"))
+    sliced = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=rows)
+    found = memory(lambda w: lax.with_sharding_constraint(w @ w, rows), sliced)
+    (gathered,) = [buffer for buffer in found.buffers if buffer.name.endswith(", gathered")]
+    assert gathered.num_bytes == WHOLE and found.total == pytest.approx(found.compiled.peak, rel=0.1)

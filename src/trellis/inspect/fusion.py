@@ -9,14 +9,15 @@ from trellis.program import Body, Operation, Program, Value
 from trellis.program.flow import VIEWS
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import KERNELS, REDUCTIONS
+from trellis.program.rules import CALLBACKS, Implied
 
 # The lanes of a TPU's registers: a kernel's operands and results fill whole ones.
 LANES = 128
 
 # Operations that read operands from memory and write results there. Everything else is fused with what reads it.
-_OPAQUE = KERNELS | set(COLLECTIVES) | set(
-    "dot_general ragged_dot ragged_dot_general conv_general_dilated scan while cond sort gather scatter scatter-add "
-    "dynamic_update_slice reshard concatenate cumsum top_k optimization_barrier".split()
+_OPAQUE = KERNELS | CALLBACKS | set(COLLECTIVES) | set(
+    "dot_general ragged_dot ragged_dot_general conv_general_dilated fft scan while cond sort gather scatter "
+    "scatter-add dynamic_update_slice reshard concatenate cumsum top_k optimization_barrier".split()
 )  # fmt: skip
 # Elementwise work that a product does on its result before it writes it.
 _EPILOGUES = {"add", "add_any", "sub", "mul", "convert_element_type", "neg", "div", "max"}
@@ -141,6 +142,13 @@ def gathers_columns(operation: Operation) -> bool:
         return False
     before, after = operation.operands[0].local_shape, operation.results[0].local_shape
     return len(after) > 1 and after[-1] > before[-1] and after[:-1] == before[:-1]
+
+
+def of_columns(implied: Implied) -> bool:
+    """The same of a gather that an operation implies."""
+    before, after = implied.before.axes, implied.after.axes
+    last = len(after) > 1 and before[-1] != after[-1] and before[:-1] == after[:-1]
+    return last and implied.move.kind == "all-gather"
 
 
 def summed_whole(operation: Operation) -> int:

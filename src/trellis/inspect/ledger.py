@@ -10,13 +10,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from trellis.inspect.apart import made_at, read_at
+from trellis.inspect.moved import Moved
 from trellis.inspect.rows import EACH_TURN, Ledger, Row
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_wrong, trace
-from trellis.program.flow import Parameters, added_at, constants, repeats, roles, uniform, zeros
+from trellis.program.flow import Parameters, added_at, constants, repeats, roles
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
-from trellis.program.rules import Implied, States
+from trellis.program.rules import Implied
 from trellis.program.said import parts_said, share_sent, turns_said
 from trellis.program.scopes import names_behind, names_of, turns_written_out
 
@@ -72,9 +73,8 @@ class _Rows:
     """The rows of a program's bodies."""
 
     def __init__(self, program: Program, load: float | None):
-        self.sizes, self.states, self.roles, self.load = program.mesh, States(program.mesh), roles(program), load
-        self.parameters, self.repeats, self.zeros = Parameters(program), repeats(program), zeros(program)
-        self.constants, self.uniform = constants(program), uniform(program)
+        self.sizes, self.implied, self.roles, self.load = program.mesh, Moved(program), roles(program), load
+        self.parameters, self.repeats, self.constants = Parameters(program), repeats(program), constants(program)
 
     def of(self, body: Body) -> list[Row]:
         return [row for operation in body.operations for row in self.operation(operation)]
@@ -96,29 +96,16 @@ class _Rows:
             yield from self.moved(operation)
 
     def moved(self, operation: Operation) -> Iterator[Row]:
-        """What an operation with no others inside moves. Equal values move once; by hand, each as written. Empty arrays
-        do not move."""
-        twin, by_hand = self.states.again(operation), operation.name in COLLECTIVES
-        if self.of_zeros(operation) or self.of_one_number(operation) or (twin and not by_hand):
+        """What an operation with no others inside moves; by hand, each as written, but no empty arrays."""
+        if operation.name not in COLLECTIVES:
+            for implied in self.implied.by(operation):
+                yield self.row(implied.move, implied.aval, _words(implied, operation), operation, implied.note)
             return
-        if by_hand:
-            for move, before, after, note in moves(operation, self.sizes):
-                if move.payload:
-                    what = text_of(operation.scope, before) or f"{words(before)} -> {words(after)}"
-                    yield dataclasses.replace(self.row(move, before.aval, what, operation, note), twin=twin)
-        else:
-            for implied in self.states.implied(operation):
-                if implied.move.payload:
-                    yield self.row(implied.move, implied.aval, _words(implied, operation), operation, implied.note)
-
-    def of_zeros(self, operation: Operation) -> bool:
-        """Whether it would move zeros, which compilers do not."""
-        return bool(operation.inputs) and self.zeros.issuperset(operation.inputs)
-
-    def of_one_number(self, operation: Operation) -> bool:
-        """Whether it would move slices of an array that is one known number throughout: each device makes its own."""
-        slices = operation.name == "reshard" and not self.states[operation.operands[0]].pending
-        return slices and operation.operands[0] in self.uniform
+        twin = self.implied.states.again(operation)
+        for move, before, after, note in [] if self.implied.of_zeros(operation) else moves(operation, self.sizes):
+            if move.payload:
+                what = text_of(operation.scope, before) or f"{words(before)} -> {words(after)}"
+                yield dataclasses.replace(self.row(move, before.aval, what, operation, note), twin=twin)
 
     def row(self, move: Move, aval, what: str, operation: Operation, note: str) -> Row:
         ragged = operation.name == "ragged_all_to_all"

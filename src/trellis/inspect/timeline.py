@@ -1,16 +1,19 @@
 """The memory of one device through a program, from types alone: named buffers, and the highest point.
 
 A program is run in order with sizes for values: an argument lives as long as its owner keeps it, a value lives from the
-operation that makes it to the last that reads it, a loop's stacked outputs from the loop's start. What a compiler
-fuses takes no memory of its own: the value of an elementwise chain exists when something that is not elementwise (a
-product, a kernel, a collective, a loop, an output) reads it, and until then keeps alive what it is made of.
+operation that makes it to the last that reads it, a loop's stacked outputs from the loop's start, and what an
+operation's implied moves make, such as an operand that a product gathers, while it runs. What a compiler fuses takes no
+memory of its own: the value of an elementwise chain exists when something that is not elementwise (a product, a kernel,
+a collective, a loop, an output) reads it, and until then keeps alive what it is made of.
 """
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 
 from trellis.inspect import fusion
 from trellis.inspect.buffers import KINDS, Buffer, describe
+from trellis.inspect.moved import Moved
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.flow import of_parameters
 
@@ -23,6 +26,9 @@ VECTOR_MEMORY = 128 * 2**20
 _BACKWARD = ("recomputed", "backward")
 # Operations that read what is one step from memory as they go, and need no copy of it.
 _READ_THROUGH = ("dot_general", "gather", "reshard", "scatter-add")
+# Operations whose results are what is moved.
+_MOVES = ("reshard", "sharding_constraint")
+_BROUGHT = {"all-gather": ", gathered", "reduce-scatter": ", before it is scattered"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +44,7 @@ class _Room:
     def buffer(self, program: Program) -> Buffer:
         """The same with a name, for people."""
         name, what, source = "and gradients on the way", "", self.operation.source if self.operation else ""
-        if self.operation is None:
+        if self.operation is None or self.value in program.inputs:
             argument = program.arguments[program.inputs.index(self.value)]
             name, what = argument.name, argument.what
         elif self.value is not None:
@@ -127,7 +133,7 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
             over several mesh axes at once, then stays in place until a loop over layers ends its turn, beside what
             moves for the next, and that room is lost to large buffers at the highest point.
     """
-    walk = _Walk(program, of_parameters(program), held, fusion.multiplies_as_read(program))
+    walk = _Walk(program, of_parameters(program), Moved(program), held, fusion.multiplies_as_read(program))
     for value, argument in zip(program.inputs, program.arguments, strict=True):
         kind = argument.kind if argument.kind in KINDS else "other"
         walk.enter(value, _Held(_Room(kind, value.device_bytes, value), pinned=True))
@@ -150,8 +156,8 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
 class _Walk:
     """A run through one body: the program, or one turn of a loop or a branch."""
 
-    def __init__(self, body: Body, weights: set[Value], held: bool, as_read: bool):
-        self.body, self.weights, self.held, self.as_read = body, weights, held, as_read
+    def __init__(self, body: Body, weights: set[Value], implied: Moved, held: bool, as_read: bool):
+        self.body, self.weights, self.implied, self.held, self.as_read = body, weights, implied, held, as_read
         self.top = isinstance(body, Program)
         self.moved = 0  # bytes of weights that are gathered and of gradients that are summed over devices
         self.loops: list[tuple[int, set[_Room]]] = []  # the bytes of each one's body, and what is around it
@@ -277,11 +283,11 @@ class _Walk:
         if self.forward and operation.direction in _BACKWARD:
             self.turn_back()
         self.forward = operation.direction == "forward" or self.forward and operation.direction not in _BACKWARD
-        lazy = operation in self.lazy
+        lazy, brought = operation in self.lazy, {} if operation.bodies else self.bring(operation)
         if lazy and not self.as_read:  # what adds to the product is fused with it, not what it multiplies
             self.read(operation)
         if lazy or not fusion.writes(operation):
-            self.fuse(operation, lazy)
+            self.fuse(operation, lazy, brought)
             return
         self.read(operation)
         if operation.bodies:
@@ -300,6 +306,35 @@ class _Walk:
                 copy = dataclasses.replace(held.buffer, suffix=", transposed")
                 self.mark(copy.num_bytes, (copy,), operation.source)
         self.mark(0, (), operation.source)
+        self.release(brought.values())
+
+    def bring(self, operation: Operation) -> dict[Value, _Held]:
+        """What an operation's implied moves make, by what they move: operands, or sums that are scattered next. The
+        other moves are results themselves."""
+        brought: dict[Value, _Held] = {}
+        for implied in self.implied.by(operation):
+            if operation.name in _MOVES or implied.move.kind == "all-reduce":
+                continue
+            value = implied.operand or operation.results[0]
+            if implied.operand:
+                self.realize(operation, value)
+            room = dataclasses.replace(self.room(operation, value), num_bytes=implied.move.payload)
+            room = dataclasses.replace(room, suffix=_BROUGHT.get(implied.move.kind, ", on other devices"))
+            earlier = brought.pop(value, None)
+            brought[value] = held = _Held(room)
+            held.uses = 1
+            self.add(held)
+            copy = dataclasses.replace(room, suffix=room.suffix + ", transposed")
+            copies = (copy,) * (self.top and fusion.of_columns(implied))
+            self.mark(room.num_bytes * len(copies), copies, operation.source)
+            self.release([earlier] if earlier else [])
+        return brought
+
+    def release(self, brought: Iterable[_Held]) -> None:
+        """Lets go of what moves have made, unless a chain keeps it alive."""
+        for held in brought:
+            held.uses -= 1
+            self.drop(held)
 
     def read(self, operation: Operation) -> None:
         """What an operation reads comes into being, unless it is made as it is read. On GPUs one kernel makes all that
@@ -324,18 +359,21 @@ class _Walk:
         self.add(held)
         return held
 
-    def fuse(self, operation: Operation, lazy: bool) -> None:
-        """An operation without memory of its own: its results are views of an operand, or links of a chain."""
-        operands = [self.of(value) for value in operation.inputs]
+    def fuse(self, operation: Operation, lazy: bool, brought: dict[Value, _Held]) -> None:
+        """An operation without memory of its own: its results are views of an operand, or links of a chain, as it lies
+        after its moves."""
+        operands = [brought.get(value) or self.of(value) for value in operation.inputs]
         if fusion.is_view(operation) and not lazy:
             operands[0].uses += 1
             self.values[operation.results[0]] = operands[0]
+            self.release(brought.values())
             return
         for value in operation.results:
             held = self.values[value] = _Held(None, tuple(dict.fromkeys(operands)))
             for part in held.made_of:
                 part.uses += 1
             held.uses, held.lazy, held.value = 1, lazy, value
+        self.release(brought.values())
 
     def read_as_made(self, operation: Operation, value: Value) -> bool:
         """Whether an operation reads a chain without its value in memory."""
@@ -365,9 +403,9 @@ class _Walk:
         bodies = operation.bodies if operation.name == "cond" else operation.bodies[-1:]
         carried_in = operation.entering(bodies[-1])[first : first + carried]
         carries = [self.carry(operation, *each, last) for each, last in zip(carried_in, bodies[-1].results)]
-        walks = [_Walk(body, self.weights, self.held, self.as_read) for body in bodies]
+        walks = [_Walk(body, self.weights, self.implied, self.held, self.as_read) for body in bodies]
         for inner in walks:
-            for value in inner.body.inputs:  # carries are counted here; constants and slices of stacks are read in place
+            for value in inner.body.inputs:  # carries are counted here, constants and slices of stacks read in place
                 inner.enter(value, _Held(None, pinned=True))
             for value, _ in carried_in:
                 inner.of(value).around = True

@@ -33,13 +33,15 @@ CALLBACKS = {"pure_callback", "io_callback", "debug_callback", "debug_print"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Implied:
-    """A communication that an operation implies: of a value of this type, from and to these states."""
+    """A communication that an operation implies: of a value of this type, from and to these states. If that is one of
+    its operands, `operand` is which."""
 
     move: Move
     aval: Any
     before: State
     after: State
     note: str = ""
+    operand: Value | None = None
 
 
 class States:
@@ -182,7 +184,7 @@ class States:
             wanted.append(dataclasses.replace(states[side], axes=tuple(dims)))
         for value, before, state in zip(operation.operands, states, wanted):
             for move in transition(before, state, num_bytes(value.aval), self.sizes):
-                yield Implied(move, value.aval, before, state, "an operand of a product")
+                yield Implied(move, value.aval, before, state, "an operand of a product", value)
         return dot_general(operation, wanted)
 
     def _apart(self, operation: Operation, states: list[State]) -> Generator[Implied, None, list[State]]:
@@ -212,7 +214,7 @@ class States:
                 continue
             self.brought.add(key)
             for move in transition(before, after[-1], num_bytes(value.aval), self.sizes):
-                yield Implied(move, value.aval, before, after[-1], GUESS)
+                yield Implied(move, value.aval, before, after[-1], GUESS, value)
         self.taken[operation] = after
         return after
 
@@ -250,7 +252,7 @@ class States:
         for kind, axes, payload in moved:
             payload //= self._count(a for a in self._real(state.sliced) if a not in axes)
             move = Move(kind, axes, payload, wire_bytes(kind, self._count(axes), payload))
-            yield Implied(move, source.aval, state, state, GUESS)
+            yield Implied(move, source.aval, state, state, GUESS, source)
 
     def _regrouped(self, operation: Operation, state: State) -> tuple[str, ...]:
         """The mesh axes whose slices hold other elements of an array in its new shape, though they slice both."""
@@ -286,7 +288,7 @@ class States:
         """A whole array's move over mesh axes, if any of them has devices."""
         if axes := self._real(axes):
             move = Move(kind, axes, num_bytes(value.aval), wire_bytes(kind, self._count(axes), num_bytes(value.aval)))
-            yield Implied(move, value.aval, before, after, note)
+            yield Implied(move, value.aval, before, after, note, value)
 
     def _argmax(self, operation: Operation, natural: State, after: State) -> Iterator[Implied]:
         """Each device's best value and its index are gathered."""
@@ -314,7 +316,7 @@ class States:
                 count = self._count(axes)
                 payload *= count if kind == "all-gather" else 1
                 move = Move(kind, axes, payload, wire_bytes(kind, count, payload))
-                yield Implied(move, value.aval, state, operation.results[0].state, GUESS)
+                yield Implied(move, value.aval, state, operation.results[0].state, GUESS, value)
         for out in operation.results:
             if is_auto(out.aval):
                 alike = any(value.shape == out.shape for value in operation.operands)

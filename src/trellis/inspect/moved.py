@@ -1,0 +1,34 @@
+"""What an operation moves beside what it says: one reading, for the ledger's rows and for memory."""
+
+from trellis.program import Operation, Program
+from trellis.program.flow import uniform, zeros
+from trellis.program.manual import COLLECTIVES
+from trellis.program.rules import Implied, States
+
+
+class Moved:
+    """The moves that a program's operations imply, each asked for once, in order.
+
+    Attributes:
+        states: where values lie.
+    """
+
+    def __init__(self, program: Program):
+        self.states, self.zeros, self.uniform = States(program.mesh), zeros(program), uniform(program)
+
+    def by(self, operation: Operation) -> list[Implied]:
+        """The moves that an operation without others inside implies; by hand, none are. Equal values move once, and
+        zeros, empty arrays and slices of one known number do not."""
+        again = self.states.again(operation)
+        if again or operation.name in COLLECTIVES or self.of_zeros(operation) or self._of_one_number(operation):
+            return []
+        return [implied for implied in self.states.implied(operation) if implied.move.payload]
+
+    def of_zeros(self, operation: Operation) -> bool:
+        """Whether it would move zeros, which compilers do not."""
+        return bool(operation.inputs) and self.zeros.issuperset(operation.inputs)
+
+    def _of_one_number(self, operation: Operation) -> bool:
+        """Whether it would move slices of an array that is one known number throughout: each device makes its own."""
+        slices = operation.name == "reshard" and not self.states[operation.operands[0]].pending
+        return slices and operation.operands[0] in self.uniform
