@@ -336,7 +336,9 @@ def test_table_json_and_picture():
     text = str(found)
     for words in ("kind", "parameters", "12.0 KiB", "largest activation: hidden, 3.00 KiB", "by the compiler: peak"):
         assert words in text
-    assert json.loads(found.to_json())["per_kind"] == found.per_kind()
+    data = json.loads(found.to_json())
+    assert data["per_kind"] == found.per_kind() and sum(data["per_kind"].values()) == data["total"] == found.total
+    assert data["peak"] == found.peak == found.compiled.peak
     root = ElementTree.fromstring(found.svg())
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert "hidden f32[3 8 32] 3.00 KiB" in titles

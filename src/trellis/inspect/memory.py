@@ -86,6 +86,7 @@ class Memory:
         compiled = dataclasses.asdict(self.compiled) | {"peak": self.compiled.peak} if self.compiled else None
         return {
             "per_kind": self.per_kind(),
+            "total": self.total,
             "peak": self.peak,
             "where": self.where,
             "buffers": [dataclasses.asdict(buffer) for buffer in self.buffers],
