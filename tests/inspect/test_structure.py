@@ -308,7 +308,18 @@ def test_weights_may_be_gathered_once_before_a_loop():
 
 
 def test_what_the_types_do_not_decide_is_no_fault():
-    assert found(PROGRAM, (*ROWS, dataclasses.replace(ROWS[0], payload=64, note="the compiler chooses"))).right
+    chosen = found(PROGRAM, (*ROWS, dataclasses.replace(ROWS[0], payload=64, note="the compiler chooses")))
+    assert chosen.right and not chosen.missing and len(chosen.open) == 1
+    assert chosen.line.startswith("2 of 3 rows") and chosen.line.endswith("; the compiler chose otherwise for 1")
+
+
+def test_a_callback_that_moves_nothing_is_not_said_to_be_found():
+    mesh = tr.make_mesh(jax.devices()[:4], data=4)
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
+    function = lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((8,), jnp.float32), x)
+    with jax.set_mesh(mesh):
+        matched = structure_of(ledger(function, x), jax.jit(function).lower(x).compile(), mesh)
+    assert matched.right and matched.line.startswith("0 of 1 rows") and matched.line.endswith("otherwise for 1")
 
 
 def test_a_while_loop_runs_unknown_times_and_what_it_moves_has_to_be_there():

@@ -72,6 +72,11 @@ class Structure:
         return [match for match in self.matches if match.missing and match.certain]
 
     @property
+    def open(self) -> list[Match]:
+        """Rows that the types alone do not decide and that nothing, or too little, was found for: no faults."""
+        return [match for match in self.matches if match.missing and not match.certain]
+
+    @property
     def right(self) -> bool:
         """Whether every row was found and nothing is wrong."""
         return not (self.missing or self.strange or self.twice or self.extremes or self.apart or self.by_hosts)
@@ -104,10 +109,11 @@ class Structure:
     @property
     def line(self) -> str:
         """What was found, in short."""
-        found = f"{len(self.matches) - len(self.missing)} of {len(self.matches)} rows of the ledger"
+        found = f"{len(self.matches) - len(self.missing) - len(self.open)} of {len(self.matches)} rows of the ledger"
+        chosen = f"; the compiler chose otherwise for {len(self.open)}" if self.open else ""
         besides = f"; besides them {_besides(self.besides)}" if self.besides else ""
         faults = f"; {len(self.faults)} {'faults' if len(self.faults) > 1 else 'fault'}" if self.faults else ""
-        return f"{found} are in the {self.collectives} collectives of the compiled program{besides}{faults}"
+        return f"{found} are in the {self.collectives} collectives of the compiled program{chosen}{besides}{faults}"
 
     def __str__(self) -> str:
         """What was found, in which other ways compilers did what the types ask for, and what is wrong."""
