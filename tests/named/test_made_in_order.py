@@ -33,6 +33,25 @@ IN_ORDER = {
     "two results": lambda x, w: sum(tr.in_order(lambda x: {"a": x, "b": x.flip("pos")}, x).values()),
     "no positions": lambda x, w: tr.outer(tr.multiply, tr.in_order(lambda x: x["pos", -1], x), w),
 }
+AROUND = {
+    "multiplied": lambda y, w: tr.cumsum(y * w, "pos"),
+    "renamed": lambda y, w: tr.outer(tr.multiply, y, w.rename(pos="p")).cumsum("p").sum("p"),
+    "of keys": lambda y, w: tr.outer(tr.multiply, y, w.rename(pos="key_pos")).cumsum("key_pos")["key_pos", -1],
+    "its result": lambda y, w: (y, w),
+    "settled": lambda y, w: y * tr.settle(w),
+    "sharded": lambda y, w: y * tr.shard(w, {}),
+    "resharded": lambda y, w: y * tr.reshard("pos/ring -> pos", w),
+    "in a loop": lambda y, w: tr.scan(lambda c, _: (c * w, None), tr.Axis("step", 2))(y, None)[0],
+    "beside a map": lambda y, w: tr.vmap(lambda row: row * w, "batch")(y),
+    "in a condition": lambda y, w: tr.cond(y.sum() > 0, lambda y: y * w, lambda y: y, y),
+    "compiled": lambda y, w: jax.jit(lambda y: y * w)(y),
+    "compiled for it": lambda y, w: jax.jit(tr.multiply)(y, w),
+    "checkpointed": lambda y, w: jax.checkpoint(tr.multiply)(y, w),
+    "mapped": lambda y, w: tr.vmap(lambda a, b: a + b, "pos")(y, w),
+    "differentiated": lambda y, w: y * tr.grad(lambda w: (w * w).sum())(w),
+    "through a tree": lambda y, w: y * jax.tree.map(lambda a: a * 2, w),
+    "beside itself": lambda y, w: y.cumsum("pos") * w,
+}
 REFUSED = {
     "stack": lambda: tr.stack([tr.full({}, float(i)) for i in range(16)], "pos"),
     "split_axis": lambda: tr.arange(tr.Axis("t", 32)).split_axis("t", {"pos": 16, "d": 2}),
@@ -96,6 +115,56 @@ def test_what_goes_by_order_has_positions():
         tr.NamesError, match=r"needs an array with the name 'pos', got f32\[embed=4\], in in_order: call the function"
     ):
         tr.in_order(lambda x: x, tr.zeros({"embed": 4}))
+
+
+@pytest.mark.parametrize("how", ["eager", "named_jit", "grad"])
+@pytest.mark.parametrize("what", AROUND)
+def test_positions_from_around_are_refused(what, how):
+    """They are dealt out, and what goes by order takes them for ordered; an array on no mesh is ordered."""
+    values = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
+
+    def made(x, w, read=AROUND[what]):
+        return tr.in_order(lambda y: read(y, w), x)
+
+    def loss(x, w):
+        return sum(leaf.sum().array for leaf in jax.tree.leaves(made(x, w), is_leaf=lambda x: hasattr(x, "names")))
+
+    run = {"eager": made, "named_jit": tr.named_jit(made), "grad": jax.grad(loss)}[how]
+    with layout("ring"):
+        x, w = tr.from_numpy(values, "batch pos"), tr.from_numpy(WEIGHTS, "pos")
+        with pytest.raises(tr.NamesError, match="can only read positions that are its arguments, got f32.*: pass it"):
+            run(x, w)
+
+
+def test_what_it_says_of_positions_from_around():
+    with layout("ring"):
+        x = tr.from_numpy(WEIGHTS, "pos")
+        with pytest.raises(tr.NamesError) as error:
+            tr.in_order(lambda y: (y * x).cumsum("pos"), x)
+        assert str(error.value) == (
+            "the function of in_order can only read positions that are its arguments, got f32[pos/ring=16] from around "
+            "it, in multiply: pass it, too, as in in_order(f, (x, y))"
+        )
+        with pytest.raises(tr.NamesError, match="in np.asarray: pass it, too"):
+            tr.in_order(lambda y: y * tr.named(np.asarray(x), "pos"), x)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_goes_by_order_reads_other_arrays_and_those_on_no_mesh(jit):
+    x = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
+    outside = tr.named(jax.numpy.asarray(WEIGHTS), "pos")
+
+    def made():
+        scale, rows = tr.full({"batch": 2}, 2.0), tr.named(x, "batch pos")
+        first = tr.in_order(lambda y: (y * scale * outside * tr.arange(POS).astype("float32")).cumsum("pos"), rows)
+        keys = tr.in_order(lambda m: m.cumsum("key_pos"), tr.outer(tr.multiply, first, keyed(outside)))
+        return first, keys, tr.in_order(keyed, tr.named(WEIGHTS, "pos"))
+
+    keyed = lambda w: w.rename(pos="key_pos")
+    want = made()
+    with layout("ring"):
+        for a, b in zip((tr.named_jit(made) if jit else made)(), want, strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4)
 
 
 @pytest.mark.parametrize("what", REFUSED)

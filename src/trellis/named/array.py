@@ -1,8 +1,11 @@
 """A named array: a `jax.Array` and a tuple of axis names."""
 
+import contextlib
+import contextvars
 import copy
 import math
 import typing
+from collections.abc import Generator
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,9 @@ from trellis.notation.state import mode_of, state_of
 from trellis.notation.typeof import is_array
 
 Slices = tuple[tuple[str, ...], ...]
+
+# The named arrays that something has used, while somebody asks (`reads`), each with what read it, if that is known.
+_reads: contextvars.ContextVar["list[tuple[NamedArray, str]] | None"] = contextvars.ContextVar("reads", default=None)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -65,9 +71,11 @@ class NamedArray(Methods):
         self.slices = slices
 
     def tree_flatten_with_keys(self):
+        notice(self)
         return ((jax.tree_util.GetAttrKey("array"), self.array),), (self.names, self.slices)
 
     def tree_flatten(self):
+        notice(self)
         return (self.array,), (self.names, self.slices)
 
     @classmethod
@@ -154,6 +162,7 @@ class NamedArray(Methods):
 
     def with_array(self, array, after: Shape | None = None) -> "NamedArray":
         """The same names on another array (`after` says how a manual-mode array is sliced now)."""
+        notice(self)
         slices = tuple(dim.axes for dim in after.dims) if after is not None and self.slices else self.slices
         return NamedArray(array, self.names, slices)
 
@@ -315,6 +324,23 @@ def is_named(x) -> bool:
     return isinstance(x, NamedArray)
 
 
+@contextlib.contextmanager
+def reads() -> Generator[list[tuple[NamedArray, str]]]:
+    """Collects the named arrays that are used within, each with the operation, or '' for one that is only passed on."""
+    found: list[tuple[NamedArray, str]] = []
+    before = _reads.set(found)
+    try:
+        yield found
+    finally:
+        _reads.reset(before)
+
+
+def notice(x: NamedArray, what: str = "") -> None:
+    """Notes for `reads` that an operation reads this array, or that it is passed on to something else."""
+    if (found := _reads.get()) is not None:
+        found.append((x, what))
+
+
 def holds_none(x: NamedArray) -> bool:
     """Whether there is a tree without arrays in the array's place, as Optax puts one where a rule is masked."""
     return not jax.tree.leaves(x)
@@ -346,6 +372,7 @@ def known(x: NamedArray, what: str):
         PendingSumError: partial sums of it are pending.
     """
     check_rank(x, what)
+    notice(x, what)
     if state_of(x.array).pending:
         settled = Shape(x.type.dims, (), x.type.copied)
         raise PendingSumError(
