@@ -31,7 +31,8 @@ def lift_along(fn: Callable, *, name: str | None = None, gather: bool = True) ->
         gather: whether a sliced dimension is gathered first, since JAX refuses it there.
 
     Raises:
-        NamesError: JAX's types do not know how the function's result is sliced, for an array in slices.
+        NamesError: JAX's types do not know how the function's result is sliced, for an array in slices; or the
+            positions along the name are dealt out.
     """
 
     @functools.wraps(fn)
@@ -57,6 +58,7 @@ def apply_along(
     what = name or getattr(fn, "__name__", "the function")
     x = operand(x, what, copies=False)
     along = _one(x, along, what)
+    refuse_dealt((along,), what, x)
     if gather or state_of(x.array).mode == "manual":
         x = whole(x, (along,), what)
     run = functools.partial(fn, axis=x.index(along), **kwargs)

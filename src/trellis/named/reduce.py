@@ -51,24 +51,37 @@ def lift_reduction(fn: Callable, *, name: str | None = None, gather: bool = True
         gather: whether sliced dimensions are gathered first, since JAX refuses it, or its gradient, on them.
 
     Raises:
-        NamesError: JAX's types do not know how the function's result is sliced, for an array in slices.
+        NamesError: JAX's types do not know how the function's result is sliced, for an array in slices; or the
+            positions of a name are dealt out.
     """
 
     @functools.wraps(fn)
     def lifted(x: NamedArray, over: Names | None = None, *, where: NamedArray | None = None, **kwargs) -> NamedArray:
         with slices_of_jax((x,), name or getattr(fn, "__name__", "the function")):
-            return reduction(fn, x, over, where=where, name=name, gather=gather, **kwargs)
+            return reduction(fn, x, over, where=where, name=name, gather=gather, by_order=True, **kwargs)
 
     return lifted
 
 
 def reduction(
-    fn: Callable, x, over: Names | None, *, where=None, name: str | None = None, gather: bool = False, **kwargs
+    fn: Callable,
+    x,
+    over: Names | None,
+    *,
+    where=None,
+    name: str | None = None,
+    gather: bool = False,
+    by_order: bool = False,
+    **kwargs,
 ) -> NamedArray:
     """Applies a reduction of arrays over names.
 
+    Args:
+        by_order: whether the result may depend on the order of what is reduced.
+
     Raises:
-        NamesError: a name is absent, or the mask has others or is not one of bools.
+        NamesError: a name is absent, or the mask has others or is not one of bools; or the order matters, and positions
+            are dealt out.
         PendingSumError: `x` holds partial sums.
     """
     what = name or getattr(fn, "__name__", "the function")
@@ -77,6 +90,8 @@ def reduction(
         return fn(x, **kwargs)
     x = operand(x, what, copies=False)  # else a loss may be copies, and `jax.grad` gives each a gradient of one
     gone = names_of(x, over, what)
+    if by_order:
+        refuse_dealt(gone, what, x)
     if gather or state_of(x.array).mode == "manual":
         x = whole(x, gone, what)
     if where is not None:
