@@ -266,7 +266,6 @@ def sums_of_own_slices() -> None:
     lax: Any = importlib.import_module("jax._src.lax.lax")
     sharding: Any = importlib.import_module("jax._src.pjit")
     inner: Any = importlib.import_module("jax._src.interpreters.mlir")
-    tables = [getattr(inner, "_lowerings", {}), *getattr(inner, "_platform_specific_lowerings", {}).values()]
 
     def as_typed(rule):
         def lowered(ctx, *operands, **params):
@@ -276,11 +275,17 @@ def sums_of_own_slices() -> None:
 
         return lowered
 
-    for table in tables:
-        for primitive in (lax.dot_general_p, lax.reduce_sum_p, getattr(sharding, "reshard_p", None)):
+    lower_by((lax.dot_general_p, lax.reduce_sum_p, getattr(sharding, "reshard_p", None)), as_typed)
+
+
+def lower_by(primitives: Collection[Any], wrap: Callable) -> None:
+    """Wraps the rules by which primitives are lowered, once. If the private names are missing, nothing changes."""
+    inner: Any = importlib.import_module("jax._src.interpreters.mlir")
+    for table in (getattr(inner, "_lowerings", {}), *getattr(inner, "_platform_specific_lowerings", {}).values()):
+        for primitive in primitives:
             entry = table.get(primitive)
-            if entry is not None and getattr(entry.rule, "__module__", "") != __name__:
-                table[primitive] = dataclasses.replace(entry, rule=as_typed(entry.rule))
+            if entry is not None and getattr(entry.rule, "__module__", "") != wrap.__module__:
+                table[primitive] = dataclasses.replace(entry, rule=wrap(entry.rule))
 
 
 def choose_among_slices() -> None:

@@ -22,6 +22,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.mesh.manual.take import is_narrow
 from trellis.mesh.platform import device_kind_of, longest_written_out, platform_of
+from trellis.named.fourier import transform_own_rows
 from trellis.named.tuned import tuned
 from trellis.notation import spec_of
 from trellis.notation.state import mesh_of, sharding_on, state_of
@@ -32,6 +33,7 @@ _BLOCK_UNITS = ("B200", "B300", "Blackwell")
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
 
 sums_of_own_slices()  # before anything is lowered
+transform_own_rows()
 
 
 def written_out(length: int, carried) -> bool:

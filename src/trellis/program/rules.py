@@ -221,11 +221,11 @@ class States:
     def _at_the_edges(self, operation: Operation, states: list[State]) -> Iterator[Implied]:
         """What XLA moves by itself if an operation reads the neighbours of slices: for a convolution or a reduction of
         windows along sliced places, the rows that a window reaches past its slice's ends; for a reshape, slices whose
-        elements lie elsewhere afterwards; for a Fourier transform, the whole array, whichever of its dimensions are
-        sliced (JAX 0.10.2; not 0.12). All are estimates."""
+        elements lie elsewhere afterwards; for a Fourier transform (`trellis.named.fourier`), whole rows, and the whole
+        array where the compiler slices it. All are estimates."""
         source, state = operation.operands[0], states[0]
         moved: list[tuple[str, tuple[str, ...], int]] = []
-        if operation.name == "fft" and (axes := self._real(state.sliced)):
+        if operation.name == "fft" and (axes := self._real(_transformed(operation, state))):
             moved.append(("all-gather", axes, num_bytes(source.aval)))
         elif operation.name == "reshape" and is_auto(operation.results[0].aval):
             kept = reshape(operation, states).sliced
@@ -332,6 +332,12 @@ class States:
 @functools.lru_cache(4096)
 def _said(aval: Any) -> str:
     return str(aval)
+
+
+def _transformed(operation: Operation, state: State) -> Iterator[str]:
+    """The mesh axes over which a Fourier transform gathers."""
+    rows = len(operation.params["fft_lengths"])
+    return (a for axes in (state.axes if is_auto(operation.results[0].aval) else state.axes[-rows:]) for a in axes)
 
 
 def _conflict(states: list[State]) -> bool:
