@@ -234,6 +234,15 @@ def test_operations_jax_refuses_on_slices_gather_that_one_axis():
             jax.eval_shape(lambda x: x.sort("mlp"), there)
 
 
+@pytest.mark.parametrize("along", ["pos", "embed"])
+def test_a_gradient_of_no_values_that_are_sorted(along):
+    values = np.ones((8, 4, 4), np.float32)
+    with layout():
+        x = tr.shard(tr.named(values, "batch pos embed"), "compute")
+        gradient = tr.named_jit(tr.grad(lambda x: tr.sort(x["pos", 0:0], along).sum()))(x)
+    np.testing.assert_array_equal(np.asarray(gradient), 0 * values)
+
+
 def test_gathering_one_axis_after_the_other():
     both = {"params": {"embed": ("data", "model")}, "compute": {"batch": ("data", "model")}}
     mesh = tr.make_mesh(data=4, model=2)

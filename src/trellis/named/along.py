@@ -121,7 +121,9 @@ def sort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
     Gradient: back to where each value came from; an all-gather where the name is sliced.
     Moves: an all-gather along the name where it is sliced.
     """
-    return apply_along(functools.partial(_sorted, descending), x, along, name="sort", local=True)
+    # Of no values the derivative of `_sorted` would be zeros that all devices hold alike.
+    run = lambda a, axis: _sorted(descending, a, axis) if a.size else a
+    return apply_along(run, x, along, name="sort", local=True)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
