@@ -69,3 +69,22 @@ def test_a_rule_of_ones_own_ends_where_its_weight_rests(rule, what):
         np.testing.assert_allclose(np.asarray(gradient(tr.shard)), np.asarray(wanted), rtol=1e-5, atol=1e-6)
         with pytest.raises(TypeMismatch, match=f"must return each {what}, got .*, or with a reshard"):
             gradient(lambda d: d)
+
+
+def test_a_rule_of_ones_own_in_a_mapped_function_takes_its_weight_as_an_argument():
+    @jax.custom_vjp
+    def scaled(x, s):
+        return x * s
+
+    def backward(kept, d):
+        x, s = kept
+        return tr.shard(d * s, "compute"), tr.shard((d * x).sum([n for n in d.names if n not in s.names]))
+
+    scaled.defvjp(lambda x, s: (x * s, (x, s)), backward)
+    values = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    with tr.Layout(tr.make_mesh(a=4, b=2), params={"mlp": "a"}, compute={"batch": "a"}):
+        s, x = tr.shard(tr.ones({"mlp": 8})), tr.shard(tr.named(values, "batch mlp"), "compute")
+        with pytest.raises(TypeMismatch, match="what a function for vmap reads from around it, make an argument of"):
+            tr.grad(lambda s: tr.vmap(lambda x: scaled(x, s), "batch")(x).sum())(s)
+        found = tr.named_jit(tr.grad(lambda s: tr.vmap(scaled, "batch")(x, s).sum()))(s)
+        np.testing.assert_allclose(np.asarray(found), values.sum(0), rtol=1e-5)

@@ -146,9 +146,12 @@ def _raise_of_a_rule(error: Exception, name: str) -> None:
         found = re.search(said, str(error), re.DOTALL)
         types = {} if found is None else {key: text.rstrip(".,") for key, text in found.groupdict().items()}
         if types and types["given"] != types["wanted"] and _unsliced(types["given"]) == _unsliced(types["wanted"]):
+            # What a mapped function reads from around it lies over the mapped mesh axes, which `shard` leaves out.
+            mapped = "; what a function for vmap reads from around it, make an argument of that function"
+            mapped = mapped if what == "gradient" and _SLICES.search(types["wanted"]) else ""
             raise TypeMismatch(
                 f"{rule.format(**types)}, in the gradient of `{name}`: end the rule with shard({what}) for a "
-                f"parameter's, with shard({what}, 'compute') for an activation's, or with a reshard"
+                f"parameter's, with shard({what}, 'compute') for an activation's, or with a reshard{mapped}"
             ) from error
 
 
