@@ -445,7 +445,7 @@ def product(a, w):
         (lambda a, w: product(a, w) + 1, ("data",), {"gathered": WHOLE}),  # which is a part of the product
         (product, (None, "data"), {"gathered": 2 * WHOLE}),  # columns are gathered, and transposed
         (lambda a, w: lax.top_k(w, 8)[0], ("data",), {"gathered": WHOLE}),
-        (lambda a, w: jnp.fft.fft(w).real, ("data",), {"gathered": 2 * WHOLE}),  # of complex numbers
+        (lambda a, w: jnp.fft.fft(w, axis=0).real, ("data",), {"gathered": 2 * WHOLE}),  # of complex numbers
         (lambda a, w: product(w.T, w), ("data",), {"before it is scattered": WHOLE}),
         (lambda a, w: jnp.tanh(w.sum(0)), ("data",), {}),  # a sum over devices is in its own place
     ],
