@@ -29,6 +29,8 @@ Slices = tuple[tuple[str, ...], ...]
 
 # The named arrays that something has used, while somebody asks (`reads`), each with what read it, if that is known.
 _reads: contextvars.ContextVar["list[tuple[NamedArray, str]] | None"] = contextvars.ContextVar("reads", default=None)
+# One entry for each that asks now, in any thread: so that it costs no call where nobody does.
+asking: list[None] = []
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -71,11 +73,13 @@ class NamedArray(Methods):
         self.slices = slices
 
     def tree_flatten_with_keys(self):
-        notice(self)
+        if asking:
+            notice(self)
         return ((jax.tree_util.GetAttrKey("array"), self.array),), (self.names, self.slices)
 
     def tree_flatten(self):
-        notice(self)
+        if asking:
+            notice(self)
         return (self.array,), (self.names, self.slices)
 
     @classmethod
@@ -162,7 +166,8 @@ class NamedArray(Methods):
 
     def with_array(self, array, after: Shape | None = None) -> "NamedArray":
         """The same names on another array (`after` says how a manual-mode array is sliced now)."""
-        notice(self)
+        if asking:
+            notice(self)
         slices = tuple(dim.axes for dim in after.dims) if after is not None and self.slices else self.slices
         return NamedArray(array, self.names, slices)
 
@@ -329,9 +334,11 @@ def reads() -> Generator[list[tuple[NamedArray, str]]]:
     """Collects the named arrays that are used within, each with the operation, or '' for one that is only passed on."""
     found: list[tuple[NamedArray, str]] = []
     before = _reads.set(found)
+    asking.append(None)
     try:
         yield found
     finally:
+        asking.pop()
         _reads.reset(before)
 
 
@@ -372,7 +379,8 @@ def known(x: NamedArray, what: str):
         PendingSumError: partial sums of it are pending.
     """
     check_rank(x, what)
-    notice(x, what)
+    if asking:
+        notice(x, what)
     if state_of(x.array).pending:
         settled = Shape(x.type.dims, (), x.type.copied)
         raise PendingSumError(

@@ -20,7 +20,7 @@ from trellis.mesh.meshes import MeshError
 from trellis.mesh.platform import are_cpus
 from trellis.mesh.reshard import place
 from trellis.named.arguments import function_of, shown, unplaced
-from trellis.named.array import NamedArray, check_rank, holds_none, is_named, notice
+from trellis.named.array import NamedArray, asking, check_rank, holds_none, is_named, notice
 from trellis.named.axis import NamesError
 from trellis.named.operand import in_order_here, on_mesh
 from trellis.notation import typeof
@@ -75,7 +75,8 @@ def shard(tree, which="params"):
         if holds_none(x):
             return x
         check_rank(x, "shard")
-        notice(x)
+        if asking:
+            notice(x)
         if x.slices:
             raise NamesError(
                 f'shard cannot move a slice in manual mode, got {typeof(x)}, in shard: write reshard("before -> '

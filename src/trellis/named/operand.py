@@ -21,7 +21,7 @@ from trellis.mesh.layout import KEY_POSITIONS, POSITIONS, current_layout, is_dea
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.mesh.reshard import place, scope_name
 from trellis.named.arguments import refuse_keys
-from trellis.named.array import NamedArray, check_rank, notice
+from trellis.named.array import NamedArray, asking, check_rank, notice
 from trellis.named.axis import NamesError
 from trellis.named.part_size import PartSize
 from trellis.notation import Dim, PendingSumError, Shape, spec_of, typeof
@@ -51,7 +51,8 @@ def operand(x, what: str, *, pending: bool = False, copies: bool = True, keys: b
             "'...')"
         )
     check_rank(x, what)
-    notice(x, what)
+    if asking:
+        notice(x, what)
     if not keys:
         refuse_keys((x,), what)
     array = on_mesh(x.array, x.names, what)

@@ -26,7 +26,7 @@ from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place, reshard
 from trellis.named import backend
 from trellis.named.arguments import shown
-from trellis.named.array import NamedArray, notice
+from trellis.named.array import NamedArray, asking, notice
 from trellis.named.axis import NamesError
 from trellis.named.operand import on_mesh, refuse_dealt, types_of
 from trellis.notation import Shape, spec_of, typeof
@@ -218,7 +218,8 @@ def settle(x: NamedArray) -> NamedArray:
     """
     if not isinstance(x, NamedArray):
         raise NamesError(f"settle takes a named array, got {shown(x)}, in settle: name its dimensions with named(...)")
-    notice(x)
+    if asking:
+        notice(x)
     if state_of(x.array).mode == "manual" and state_of(x.array).pending:
         return reshard(f"{x.type} -> {Shape(x.type.dims, (), x.type.copied)}", x)
     return to_layout(x)
