@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import trellis as tr
-from trellis.inspect import Buffer, Memory, NotEnoughMemory, live_bytes, live_memory, memory
+from trellis.inspect import Buffer, Memory, NotEnoughMemory, fusion, live_bytes, live_memory, memory
 from trellis.program import trace
 from trellis.train.state import TrainState
 
@@ -210,6 +210,27 @@ def test_sums_over_microbatches_are_gradients():
     model, x = shapes()
     found = memory(accumulate, model, jax.ShapeDtypeStruct((5, *x.shape), x.dtype), compile=False)
     assert found.per_kind()["gradients"] >= PARAMETERS
+
+
+def test_reading_a_residual_stream_takes_time_in_proportion(monkeypatch):
+    """Of layers that are written out: each value's readers are looked through once."""
+    asked, writes = [], fusion.writes
+    monkeypatch.setattr(fusion, "writes", lambda operation: asked.append(operation) or writes(operation))
+
+    def seen(layers):
+        asked.clear()
+
+        def total(weights, x):
+            for w in weights:
+                x = jnp.tanh(x @ w) + x
+            return jnp.mean(x * x)
+
+        weights = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * layers
+        step = lambda weights, x: jax.tree.map(jnp.subtract, weights, jax.grad(total)(weights, x))
+        memory(step, weights, jax.ShapeDtypeStruct((16, 8), jnp.float32), compile=False)
+        return len(asked)
+
+    assert seen(40) < 2.5 * seen(20)
 
 
 def test_forward_only_has_no_gradients():

@@ -37,18 +37,14 @@ def reduces(operation: Operation) -> bool:
     return operation.name in REDUCTIONS or operation.name.startswith("arg")
 
 
-def read_in(value: Value, passes: tuple[str, ...]) -> bool:
-    """Whether an operation of one of these passes reads a value, or something that is fused and made of it."""
-    todo, seen = [value], {value}
-    while todo:
-        for reader in todo.pop().readers:
-            if reader.direction in passes:
-                return True
-            if not writes(reader):
-                more = [result for result in reader.results if result not in seen]
-                seen.update(more)
-                todo += more
-    return False
+def read_in(body: Body, passes: tuple[str, ...]) -> set[Value]:
+    """The values of a body that an operation of one of these passes reads, or that something is made of which is fused
+    and read there."""
+    found: set[Value] = set()
+    for operation in reversed(body.operations):
+        if operation.direction in passes or not (writes(operation) or found.isdisjoint(operation.results)):
+            found.update(operation.operands)
+    return found
 
 
 def is_view(operation: Operation) -> bool:

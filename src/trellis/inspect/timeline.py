@@ -168,7 +168,8 @@ class _Walk:
         self.kept: dict[_Room, None] = {}  # what the forward pass keeps for the backward pass, in order
         self.forward = False  # whether something of the forward pass came after the last of the backward pass
         self.host = 0  # bytes of the host's memory that its results, and those of the loops in it, take
-        self.lazy = fusion.fused_results(body)
+        self.lazy, self.results = fusion.fused_results(body), set(body.results)
+        self.updating, self.turning = fusion.read_in(body, ("update",)), fusion.read_in(body, _BACKWARD)
         self.last = _last_uses(body)
         self.ends = collections.defaultdict(list)
         for value, last in self.last.items():
@@ -214,7 +215,7 @@ class _Walk:
     def room(self, operation: Operation, value: Value) -> _Room:
         """The memory of a value that an operation makes or reads."""
         made = value.maker.direction if value.maker is not None else ""
-        given = made == "backward" and (self.top and value in self.body.results or fusion.read_in(value, ("update",)))
+        given = made == "backward" and (self.top and value in self.results or value in self.updating)
         kind = "gathered weights" if value in self.weights else "temporaries"
         if kind == "temporaries" and (value.state.pending or given):
             kind = "gradients"
@@ -223,7 +224,7 @@ class _Walk:
     def turn_back(self) -> None:
         """The backward pass begins, or goes on: what the forward pass made and it reads is there."""
         for value, held in self.values.items():
-            if value.maker is None or value.maker.direction != "forward" or not fusion.read_in(value, _BACKWARD):
+            if value.maker is None or value.maker.direction != "forward" or value not in self.turning:
                 continue
             self.kept |= dict.fromkeys(
                 part.buffer for part in (held, *held.leaves()) if part.buffer and not part.pinned
