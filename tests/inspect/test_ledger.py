@@ -406,11 +406,17 @@ def test_thirds_of_two_sums_and_of_one_of_both_agree():
 
 
 @pytest.mark.parametrize(
-    "asked, near", [({"kind": "allgather"}, "`all-gather`"), ({"direction": "forwards"}, "`forward`")]
+    "asked, near",
+    [
+        ({"kind": "allgather"}, "`all-gather`"),
+        ({"direction": "forwards"}, "`forward`"),
+    ],
 )
 def test_kinds_and_directions_that_are_none(asked, near):
     with pytest.raises(ValueError, match=f"did you mean {near}"):
         Ledger(()).total(**asked)
+    with pytest.raises(ValueError, match="directions forward, recomputed, backward, got 'update'"):
+        Ledger(()).select(direction="update")  # an optimizer's rows are forward
 
 
 def test_a_mapped_lookups_gradient_stays_where_its_rows_are():

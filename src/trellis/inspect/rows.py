@@ -11,7 +11,8 @@ from trellis.figures import numbers
 from trellis.figures.text import aligned
 from trellis.program.moves import KINDS, wire_bytes
 
-DIRECTIONS = ("forward", "recomputed", "backward", "update", "")
+# An optimizer's rows, like those of a program that nobody differentiates, are forward.
+DIRECTIONS = ("forward", "recomputed", "backward", "")
 EACH_TURN = "once a turn of a while loop"  # the note of a row that runs as often as nobody knows
 
 
