@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import trellis as tr
 from trellis.inspect import ledger
 from trellis.program import trace
-from trellis.program.flow import Parameters, constants, repeats
+from trellis.program.flow import Parameters, constants, repeats, uniform
 from trellis.program.reading import Argument, Program
 
 STACK, LAYERS = jnp.ones((3, 4)), 3
@@ -175,3 +175,9 @@ def test_what_an_optimizer_keeps_is_for_the_parameter_with_the_same_path():
     program = Program(jax.make_jaxpr(lambda *xs: [x + 1 for x in xs])(*[1.0] * len(arguments)).jaxpr, arguments)
     ends = Parameters(program).ends
     assert [ends.get(result, "") for result in program.results] == of + list(kept.values())
+
+
+def test_a_number_behind_a_barrier_is_not_known():
+    program = trace(lambda x: (x + jnp.zeros(4), x + lax.optimization_barrier(jnp.zeros(4))), jnp.ones(4))
+    added = [operation.operands[1] for operation in program.walk() if operation.name == "add"]
+    assert [value in uniform(program) for value in added] == [True, False]

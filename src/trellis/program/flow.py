@@ -187,7 +187,7 @@ def repeats(program: Program) -> dict[Operation, int]:
             given = none.union(*(changing.get(v, none) for v in read_from))
             for inner in operation.bodies:
                 constants, carried = operation.carries if operation.is_loop else (len(inner.inputs), 0)
-                turning = frozenset({inner.frame}) if operation.params.get("length") != 1 else none
+                turning = frozenset({inner.frame})
                 for index, value in enumerate(inner.inputs):
                     outer = given if value.outer is None else changing.get(value.outer, none)
                     if index >= constants:
