@@ -172,7 +172,7 @@ def change(**fields):
                 "Sharded accumulation needs a step with several microbatches or pipeline stages.",
                 "accumulation=sharded, microbatches=1, mesh.stage=1",
                 "accumulation",
-                "use --microbatches 2 or more, or leave it out",
+                "use --accumulation pending, or --microbatches 2 or more",
             ],
         ),
         (

@@ -332,7 +332,7 @@ class Run:
                 "Sharded accumulation needs a step with several microbatches or pipeline stages.",
                 seen="accumulation=sharded, microbatches=1, mesh.stage=1",
                 where="accumulation",
-                fix="use --microbatches 2 or more, or leave it out",
+                fix="use --accumulation pending, or --microbatches 2 or more",
             )
         groups, stages, blocks = self.layout.pipeline_groups, self.mesh.stage, stacked(self.model)
         if groups > 1 and stages == 1:
