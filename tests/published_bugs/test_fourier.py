@@ -60,9 +60,13 @@ jax.jit(jax.numpy.fft.fft)(jax.device_put(numpy.ones((8, 8, 8), "complex64"), sl
 
 
 def test_what_xla_makes_of_them():
-    """It ends the process. Where this fails, XLA is right: `trellis.named.fourier` may go."""
+    """With JAX 0.10.2 it ends the process. Where that fails, XLA is right: `trellis.named.fourier` may go. With 0.12 it
+    does not, and gathers the whole array."""
     alone = subprocess.run([sys.executable, "-c", BY_ITSELF], capture_output=True, text=True)
-    assert alone.returncode == -signal.SIGABRT and "size_per_partition % num_partitions" in alone.stderr
+    if jax.__version_info__ < (0, 12):
+        assert alone.returncode == -signal.SIGABRT and "size_per_partition % num_partitions" in alone.stderr
+    else:
+        assert alone.returncode == 0, alone.stderr
 
 
 @pytest.mark.parametrize("what", FOUND)
