@@ -104,7 +104,7 @@ def load(target: str, options: Mapping[str, str]) -> Loaded:
     whole = Path(target).is_dir() or patch.keys() >= fields_of(Run).keys()
     given = frozenset(named_in(Run, options)) | (frozenset() if whole else frozenset(patch))
     layout, meshes = ({**part} if isinstance(part := patch.get(n), Mapping) else {} for n in ("layout", "mesh"))
-    named = {*meshes, *(name.removeprefix("mesh.") for name in given)}.intersection(AXES)
+    named = {*meshes, *(str(name).removeprefix("mesh.") for name in given)}.intersection(AXES)
     note = None
     if base is not None and named and "layout.preset" not in given and "preset" not in layout:
         # Whether a product that is overlapped is sliced depends on the preset, which comes first.
