@@ -65,7 +65,7 @@ class _Most(_Rows):
 
     def __init__(self, program):
         super().__init__(program, None)
-        self.states.again = lambda operation: False
+        self.implied.states.again = lambda operation: False
 
     def operation(self, operation):
         if operation.name == "cond":
