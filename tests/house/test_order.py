@@ -224,6 +224,5 @@ def test_programs_are_walked_in_one_place():
     reads from around it), prepare a program that is to be read, or run each as one device would; what reads one asks
     `program/reading.py`."""
     walking = {str(f.relative_to(SOURCE)) for f in FILES if re.search(r"\beqns\b", f.read_text())}
-    rewriting = {"_splash.py", "mesh/device/view.py", "named/around.py", "named/pipeline/onto.py"}
-    rewriting |= {"program/dead.py", "program/trace.py"}
+    rewriting = {"_splash.py", "mesh/device/view.py", "named/around.py", "named/pipeline/onto.py", "program/trace.py"}
     assert walking - rewriting == {"program/reading.py", "named/pipeline/pieces.py"}

@@ -150,6 +150,10 @@ def test_a_resumed_run_is_told_what_it_may_change(where, seen, among, tmp_path):
     with pytest.raises(UserError) as error, unchanged_if_refused(tmp_path):
         raise UserError("Must divide.", seen=seen, where=where, fix=f"use --{where} 3 or 6, or --mesh sizes")
     assert error.value.fix == f"use {among} that divide it: a resumed run keeps its {where}"
+    mistake = UserError("Is not.", seen=1, where="model.routing.slack", fix="use --model.routing.slack 2")
+    with pytest.raises(UserError) as error, unchanged_if_refused(tmp_path):
+        raise mistake
+    assert error.value is mistake, "tokens may get to their experts in another way"
 
 
 @pytest.mark.parametrize("begun", [False, True])

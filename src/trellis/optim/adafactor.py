@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trellis.mesh.reshard import place
 from trellis.named import is_named
 from trellis.named.reduce import without
 from trellis.nn.parameters import Parameter, Role, parameters
 from trellis.notation.state import state_of
 from trellis.optim.config import Adafactor
-from trellis.optim.groups import sides
+from trellis.optim.groups import label, moved, sides, with_leaves
 
 # Added to squares, so that a row of zeros has a root to divide by.
 _EPSILON = 1e-30
@@ -76,8 +75,9 @@ def _by_factors(exponent: float, least: int, vocab_size: int | None) -> optax.Gr
         def average(before: Any, gone: tuple[int, ...]) -> tuple[jax.Array, Any]:
             old = before.array if is_named(before) else before
             now = jnp.sum(squares, gone)
-            new = decay * _moved(old, now) + (1.0 - decay) * now
-            return jnp.expand_dims(new, gone), _rewrap(p, _moved(new.astype(old.dtype), old), gone)
+            # A layout may slice what is left along the mesh axis that sliced what is gone.
+            new = decay * moved(old, state_of(now).axes) + (1.0 - decay) * now
+            return jnp.expand_dims(new, gone), _rewrap(p, moved(new.astype(old.dtype), state_of(old).axes), gone)
 
         if not isinstance(kept, Factors):
             new, kept = average(kept, ())
@@ -93,14 +93,14 @@ def _by_factors(exponent: float, least: int, vocab_size: int | None) -> optax.Gr
         return _rewrap(p, (gradient * scale).astype(gradient.dtype)), kept
 
     def init(params: Any) -> FactoredState:
-        return FactoredState(jnp.int32(0), _tree(params, map(fresh, parameters(params))))
+        return FactoredState(jnp.int32(0), with_leaves(params, map(fresh, parameters(params))))
 
     def update(updates: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
         count = optax.safe_increment(state.count)
         decay = 1.0 - count.astype(jnp.float32) ** -exponent
         kept = jax.tree.leaves(state.squares, is_leaf=lambda x: isinstance(x, Factors) or is_named(x))
         done = [divided(p, x, decay) for p, x in zip(parameters(updates), kept, strict=True)]
-        new, kept = (_tree(updates, part) for part in zip(*done))
+        new, kept = (with_leaves(updates, part) for part in zip(*done))
         return new, FactoredState(count, kept)
 
     return optax.GradientTransformation(init, update)
@@ -109,14 +109,14 @@ def _by_factors(exponent: float, least: int, vocab_size: int | None) -> optax.Gr
 def _clip_each(threshold: float, vocab_size: int | None) -> optax.GradientTransformation:
     """Scales each matrix and each vector down to a root mean square, which is that of its real rows."""
 
-    def one(p: Parameter) -> Any:
+    def one(p: Parameter) -> jax.Array:
         update, axes = _array(p), tuple(a for side in sides(p) for a in side)
         # Padding has no gradient, so it adds nothing to the sum.
         mean = jnp.sum(jnp.square(update), axes, keepdims=True) / _length(p, axes, vocab_size)
-        return _rewrap(p, update / jnp.maximum(1.0, jnp.sqrt(mean) / threshold))
+        return update / jnp.maximum(1.0, jnp.sqrt(mean) / threshold)
 
     def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
-        return _tree(updates, map(one, parameters(updates))), state
+        return label(updates, one), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -144,15 +144,3 @@ def _array(p: Parameter) -> Any:
 def _rewrap(p: Parameter, array: Any, gone: tuple[int, ...] = ()) -> Any:
     """An array with the names of a parameter, without some of its axes."""
     return without(p.leaf, array, {p.names[a] for a in gone}) if is_named(p.leaf) else array
-
-
-def _moved(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Moves `x` to where `like` lies in explicit mode; in other modes the compiler does.
-
-    A layout may slice what is left of a matrix along the mesh axis that sliced the side that is gone.
-    """
-    return place(x, state_of(like).axes) if state_of(x).mode == "explicit" else x
-
-
-def _tree(like: Any, leaves: Any) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_named), list(leaves))

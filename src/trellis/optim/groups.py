@@ -1,20 +1,32 @@
 """How an optimizer treats each parameter: by its role, its name and the names of its axes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
 
+from trellis.mesh.reshard import place
+from trellis.mesh.route import Axes
 from trellis.named import is_named
 from trellis.nn.parameters import Parameter, Role, parameters
+from trellis.notation.state import state_of
 
 
 def label(params: Any, choose: Callable[[Parameter], Any]) -> Any:
     """A tree like `params` with what `choose` says in place of each array."""
     chosen = [(choose(p), p.leaf) for p in parameters(params)]
-    leaves = [x.with_array(mine) if is_named(x) else mine for mine, x in chosen]
-    return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_named), leaves)
+    return with_leaves(params, [x.with_array(mine) if is_named(x) else mine for mine, x in chosen])
+
+
+def with_leaves(tree: Any, leaves: Iterable[Any]) -> Any:
+    """A tree like another, with these in place of its arrays, named ones with their names."""
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_named), list(leaves))
+
+
+def moved(x: jax.Array, axes: Axes) -> jax.Array:
+    """Moves `x` in explicit mode; in other modes the compiler does."""
+    return place(x, axes) if state_of(x).mode == "explicit" else x
 
 
 # Axes that hold several matrices, or vectors, side by side: each is treated by itself.
@@ -61,9 +73,8 @@ def by_group(
     def update(updates: Any, state: dict[str, Any], params: Any = None) -> tuple[Any, dict[str, Any]]:
         values = split(params) if params is not None else dict.fromkeys(rules)
         done = {key: rules[key].update(group, state[key], values[key]) for key, group in split(updates).items()}
-        moved = {path: update for group, _ in done.values() for path, update in group.items()}
-        leaves = [moved[path_of(parameter)] for parameter in parameters(updates)]
-        together = jax.tree.unflatten(jax.tree.structure(updates, is_leaf=is_named), leaves)
+        made = {path: update for group, _ in done.values() for path, update in group.items()}
+        together = with_leaves(updates, [made[path_of(parameter)] for parameter in parameters(updates)])
         return together, {key: new for key, (_, new) in done.items()}
 
     return optax.GradientTransformation(init, update)

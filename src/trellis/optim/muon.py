@@ -9,12 +9,11 @@ import optax
 from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from trellis.mesh.reshard import place
 from trellis.mesh.route import Axes
 from trellis.nn.parameters import Parameter, Role
 from trellis.notation.state import state_of
 from trellis.optim.config import Muon
-from trellis.optim.groups import by_group, label, sides
+from trellis.optim.groups import by_group, label, moved, sides
 
 
 def muon(config: Muon) -> optax.GradientTransformation:
@@ -62,7 +61,7 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
         many = tuple(a for a in range(update.ndim) if a not in sides[0] + sides[1])
         order = many + sides[0] + sides[1]
         rows, columns = (math.prod(update.shape[a] for a in side) for side in sides)
-        ordered = _moved(update, _whole_matrices(update, sliced=many[:1] == (0,))).transpose(order)
+        ordered = moved(update, _whole_matrices(update, sliced=many[:1] == (0,))).transpose(order)
         # One step at a time: JAX follows a sharding through one merge of axes, not through two.
         matrices = ordered.reshape(*(update.shape[a] for a in many), rows, columns)
         flat = matrices.reshape(-1, rows, columns)
@@ -70,18 +69,13 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
         result = change * (update_rms * math.sqrt(max(rows, columns)))
         back = result.reshape(matrices.shape).reshape(ordered.shape)
         back = back.transpose([order.index(a) for a in range(len(order))])
-        return _moved(back, state_of(update).axes)
+        return moved(back, state_of(update).axes)
 
     def update_fn(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
         found = label(updates, lambda p: _Sides(sides(p)))
         return jax.tree.map(lambda s, u: one(u, s.axes), found, updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
-
-
-def _moved(x: jax.Array, axes: Axes) -> jax.Array:
-    """Moves `x` in explicit mode; in other modes the compiler does."""
-    return place(x, axes) if state_of(x).mode == "explicit" else x
 
 
 def _whole_matrices(x: jax.Array, *, sliced: bool) -> Axes:

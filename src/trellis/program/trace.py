@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
-from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, while_p
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from trellis.notation.binding import TypeMismatch
 from trellis.notation.typeof import is_named
 from trellis.program.by_compiler import place_values
-from trellis.program.dead import without_dead
 from trellis.program.flow import differentiated
 from trellis.program.reading import LOOPS, Argument, Program, jaxprs_in
 from trellis.program.sizes import typed
@@ -82,8 +82,17 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] | None = Non
 
 
 def live(jaxpr: Jaxpr) -> Jaxpr:
-    """A program as compilers see it: without what nothing reads, and not differentiated any more."""
-    return without_dead(_differentiated(jaxpr))
+    """A program as compilers see it: not differentiated any more, and without what nothing reads; its arguments stay.
+
+    JAX's own removal of dead code leaves `while` loops as they are.
+    """
+    jaxpr = _differentiated(jaxpr)
+    while True:
+        jaxpr, _ = _needed(jaxpr, [True] * len(jaxpr.outvars))
+        shorter = rewritten(jaxpr, _shorter)
+        if shorter is jaxpr:
+            return jaxpr
+        jaxpr = shorter
 
 
 def _differentiated(jaxpr: Jaxpr) -> Jaxpr:
@@ -92,7 +101,7 @@ def _differentiated(jaxpr: Jaxpr) -> Jaxpr:
     The compiler sees it so. A `custom_jvp` call with an argument that its function does not read becomes a plain call.
     """
 
-    def final(equation):
+    def final(equation, _):
         call = equation.params.get("call_jaxpr") if equation.primitive is custom_jvp_call_p else None
         if isinstance(untraced := equation.params.get("jaxpr"), Untraced):
             inner = untraced.program_of([v.aval for v in equation.invars])
@@ -104,12 +113,48 @@ def _differentiated(jaxpr: Jaxpr) -> Jaxpr:
     return rewritten(jaxpr, final)
 
 
-def rewritten(jaxpr: Jaxpr, change: Callable, done: dict | None = None) -> Jaxpr:
+def _needed(jaxpr: Jaxpr, results: list[bool]) -> tuple[Jaxpr, list[bool]]:
+    """A program for these of its results alone, and which of its arguments it reads; all of them stay."""
+    jaxpr, _ = dce_jaxpr(jaxpr, results, instantiate=True)
+    return jaxpr, list(map(_read(jaxpr).__contains__, jaxpr.invars))
+
+
+def _shorter(loop: JaxprEqn, program: Jaxpr) -> JaxprEqn:
+    """A `while` loop without what it carries, computes and is given for none of the results that its program reads, nor
+    for its end; any other equation as it is."""
+    if loop.primitive is not while_p:
+        return loop
+    cond, body, read = loop.params["cond_jaxpr"], loop.params["body_jaxpr"], _read(program)
+    of_cond, of_body = loop.params["cond_nconsts"], loop.params["body_nconsts"]
+    end, needs = _needed(cond.jaxpr, [True])
+    alive = [v in read or need for v, need in zip(loop.outvars, needs[of_cond:], strict=True)]
+    while True:
+        kept, given = _needed(body.jaxpr, alive)
+        more = [a or b for a, b in zip(alive, given[of_body:], strict=True)]
+        if more == alive:
+            break
+        alive = more
+    consts = given[:of_body]
+    if all(alive) and all(consts) and len(kept.eqns) == len(body.jaxpr.eqns) or not any(alive):
+        return loop
+    picked = lambda values, keep: [v for v, stays in zip(values, keep, strict=True) if stays]
+    of_end = [*[True] * of_cond, *alive]
+    invars = [*loop.invars[:of_cond], *picked(loop.invars[of_cond:], [*consts, *alive])]
+    body_jaxpr = kept.replace(invars=picked(kept.invars, [*consts, *alive]))
+    cond_jaxpr = end.replace(invars=picked(end.invars, of_end))
+    params = loop.params | {
+        "body_nconsts": sum(consts), "body_jaxpr": body.replace(jaxpr=body_jaxpr),
+        "cond_jaxpr": cond.replace(jaxpr=cond_jaxpr),
+    }  # fmt: skip
+    return loop.replace(invars=invars, outvars=picked(loop.outvars, alive), params=params)
+
+
+def rewritten(jaxpr: Jaxpr, change: Callable[[JaxprEqn, Jaxpr], JaxprEqn], done: dict | None = None) -> Jaxpr:
     """A program with each equation changed, those of the programs within it first; itself if none was.
 
     Args:
         jaxpr: the program.
-        change: gives another equation for one, or the same.
+        change: gives another equation for one of a program, or the same.
         done: what was rewritten so far.
     """
     done = {} if done is None else done
@@ -128,7 +173,7 @@ def rewritten(jaxpr: Jaxpr, change: Callable, done: dict | None = None) -> Jaxpr
     for equation in jaxpr.eqns:
         params = {name: inner(value) for name, value in equation.params.items()}
         same = all(_same(value, equation.params[name]) for name, value in params.items())
-        equations.append(change(equation if same else equation.replace(params=params)))
+        equations.append(change(equation if same else equation.replace(params=params), jaxpr))
     changed = any(new is not old for new, old in zip(equations, jaxpr.eqns, strict=True))
     result = jaxpr.replace(eqns=equations) if changed else jaxpr
     done[id(jaxpr)] = jaxpr, result  # keeps the program, since the key is an address that another may get afterwards

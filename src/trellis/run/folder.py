@@ -142,7 +142,8 @@ def unchanged_if_refused(folder: Path, *, write: bool = True) -> Generator[None]
 
 def _asks_for_another(error: UserError) -> bool:
     """Whether an error suggests another value for a field that a resumed run keeps."""
-    return error.where.startswith(_STAYS) and error.fix.startswith(f"use --{error.where} ")
+    stays = error.where.startswith(_STAYS) and error.where.removeprefix("model.routing.") not in _OF_ROUTING
+    return stays and error.fix.startswith(f"use --{error.where} ")
 
 
 def _size(path: Path) -> int:

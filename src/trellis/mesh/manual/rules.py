@@ -28,7 +28,7 @@ def with_checked_rules(program: Jaxpr, bindings: Bindings) -> Jaxpr:
         SecondSum: a rule sums over devices what is the same on all of them.
     """
 
-    def checked(equation):
+    def checked(equation, _):
         if equation.primitive.name != "custom_vjp_call":
             return equation
 
