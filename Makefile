@@ -12,7 +12,7 @@ export PIP_USER = 0
 # Where there is an NVIDIA GPU, what JAX needs to use it is installed too.
 GPU := $(if $(wildcard /dev/nvidia[0-9]*),[gpu])
 
-.PHONY: train test check fuzz fuzz_runs chaos site lint format lock clean
+.PHONY: train test check fuzz fuzz_runs fuzz_trainings chaos site lint format lock clean
 
 train: $(VENV)/core.stamp
 	$(BIN)/trellis train
@@ -38,6 +38,10 @@ fuzz: $(VENV)/test.stamp
 # Random runs, three steps of each on a mesh as on one device: make fuzz_runs COUNT=100 SEED=0
 fuzz_runs: $(VENV)/test.stamp
 	$(BIN)/python -m tests.fuzz.runs --count $(COUNT) --seed $(SEED) $(OPTIONS)
+
+# Random trainings, stopped and resumed on another mesh, as on one device: make fuzz_trainings COUNT=30 SEED=0
+fuzz_trainings: $(VENV)/test.stamp
+	$(BIN)/python -m tests.fuzz.trainings --count $(COUNT) --seed $(SEED) $(OPTIONS)
 
 # Faults at random moments in real runs, none of which may lose anything: make chaos MINUTES=60 SEED=0
 MINUTES ?= 10

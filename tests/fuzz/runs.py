@@ -86,7 +86,7 @@ def draw(seed: int, many: bool = False) -> tuple[Run, int]:
     model = _model(r)
     counts, lengths, batch_sizes = _MANY if many else _FEW
     count = r.choice(counts)
-    mesh = _mesh(r, count, hasattr(model, "experts") and model.experts > 1)
+    mesh = mesh_sizes(r, count, hasattr(model, "experts") and model.experts > 1)
     some = lambda share, value: value if r.random() < share else None
     likely = lambda holds: r.random() < (0.9 if holds else 0.05)  # most runs are to run
     mode = "explicit" if r.random() < 0.8 or not likely(mesh["stage"] == 1) else "auto"
@@ -153,7 +153,7 @@ def _remat(r: random.Random, experts: bool, offload: bool) -> Remat:
     return Remat(policy=policy, names=tuple(r.sample(known, r.randint(1, len(known)))))
 
 
-def _mesh(r: random.Random, count: int, experts: bool) -> dict[str, int]:
+def mesh_sizes(r: random.Random, count: int, experts: bool) -> dict[str, int]:
     """Sizes of the mesh axes, prime factor by prime factor."""
     shares = _SHARE | ({"expert": 3, "expert_y": 2} if experts else {"expert": 0.5})
     sizes = dict.fromkeys(AXES, 1)
