@@ -57,11 +57,12 @@ def draw(seed: int) -> Training:
     """The training that a seed stands for."""
     r = random.Random(f"training {seed}")
     family = r.choice(sorted(CONFIGS))
-    options = _data(r) | _sizes(r) | _optimizer(r) | _precision(r, hasattr(CONFIGS[family], "routing"))
+    length = r.choice((24, 32))
+    options = _data(r, length) | _sizes(r, length) | _optimizer(r) | _precision(r, hasattr(CONFIGS[family], "routing"))
     options |= {"steps": STEPS, "logging.every": 1, "checkpoints.every": r.choice((2, 3))}
     options |= {"evaluation.every": r.choice((2, 3)), "evaluation.batches": r.choice((1, 2, None))}
     several = r.choice((1, 1, 2))
-    meshes, devices = zip(*(_mesh(r, hasattr(CONFIGS[family], "experts"), several) for _ in range(2)))
+    meshes, devices = zip(*(_mesh(r, hasattr(CONFIGS[family], "routing"), several) for _ in range(2)))
     if r.random() < 0.2:
         meshes[0]["guard.every"] = 2
     if r.random() < 0.3:
@@ -69,19 +70,21 @@ def draw(seed: int) -> Training:
     return Training(family, options, meshes, devices, r.randint(1, STEPS - 1))
 
 
-def _data(r: random.Random) -> Options:
-    options = {"data.sequence_length": r.choice((24, 48)), "data.mask_documents": r.random() < 0.7}
+def _data(r: random.Random, length: int) -> Options:
+    options = {"data.sequence_length": length, "data.mask_documents": r.random() < 0.7}
     options["data.packing"] = r.choice(("concatenate", "concatenate", "pack", "pad"))
     return options | ({"data.shuffle_block": r.choice((2, 5))} if r.random() < 0.3 else {})
 
 
-def _sizes(r: random.Random) -> Options:
+def _sizes(r: random.Random, length: int) -> Options:
     """Batches of one size and length, or one of both grows."""
     size, grows, at = r.choice((12, 24)), r.choice(("nothing", "nothing", "size", "length")), r.choice((2, 3, 4))
     if grows == "size":
         return {"batch_size": [{"step": 0, "size": size}, {"step": at, "size": size * 2}]}
     fewer = {"batch_size": 12} if r.random() < 0.5 else {}
-    return {"batch_size": size} | ({"lengths": [{"step": at, "length": 60} | fewer]} if grows == "length" else {})
+    return {"batch_size": size} | (
+        {"lengths": [{"step": at, "length": 2 * length} | fewer]} if grows == "length" else {}
+    )
 
 
 def _optimizer(r: random.Random) -> Options:
@@ -107,7 +110,7 @@ def _precision(r: random.Random, experts: bool) -> Options:
 
 def _mesh(r: random.Random, experts: bool, several: int) -> tuple[Options, int]:
     """Options of a mesh and of its layout, and how many devices it has."""
-    count = r.choice((2, 4, 4, 6, 8, 8))
+    count = r.choice((2, 4, 4, 4, 6, 8, 8, 8))
     sizes = mesh_sizes(r, count, experts)
     options: Options = {f"mesh.{axis}": size for axis, size in sizes.items() if size > 1 or axis == "data"}
     options["layout.preset"] = r.choice(("auto", "hybrid")) if sizes["replica"] > 1 else "auto"

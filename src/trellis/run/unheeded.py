@@ -3,6 +3,7 @@
 A recipe is for many meshes, and says what holds on each of them. A user who writes an option means this run.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 
 from trellis.errors import UserError
@@ -38,10 +39,18 @@ def _unheeded(run: Run) -> Iterator[tuple[str, UserError]]:
         rule = "`guard.replay` needs `guard.every`."
         fix = "use --guard.every 100 with it, or leave it out"
         yield _told("guard.replay", rule, "replay=false, guard.every=null", fix)
-    if run.checkpoints.every is None and (keep := run.checkpoints.keep_every) is not None:
+    every, keep = run.checkpoints.every, run.checkpoints.keep_every
+    if every is None and keep is not None:
         rule = "`checkpoints.keep_every` needs `checkpoints.every`."
         fix = f"use --checkpoints.every {keep} with it, or leave it out"
         yield _told("checkpoints.keep_every", rule, f"keep_every={keep}, checkpoints.every=null", fix)
+    elif every and keep and keep <= run.steps < math.lcm(every, keep):
+        rule = "`checkpoints.keep_every` keeps what `checkpoints.every` writes: one must be a multiple of the other."
+        fix = (
+            f"use --checkpoints.keep_every {-(-keep // every) * every}, or --checkpoints.every {math.gcd(every, keep)}"
+        )
+        seen = f"keep_every={keep}, checkpoints.every={every}, of which {run.steps} steps have no common multiple"
+        yield _told("checkpoints.keep_every", rule, seen, fix)
     if run.evaluation.every is None and run.evaluation.sample:
         rule = "`evaluation.sample` needs `evaluation.every`; the end of a run always has a sample."
         fix = "use --evaluation.every 100 with it, or leave it out"
