@@ -282,6 +282,14 @@ def test_some_steps_in_a_row_may_be_skipped(tmp_path, mesh):
     assert read_lines(tmp_path / "metrics.jsonl")[7]["loss"] is None
 
 
+def test_a_resumed_run_has_skipped_as_many_steps_in_a_row_as_before(tmp_path, mesh):
+    run = dataclasses.replace(EVERY, skip_nonfinite=2)
+    train(*toy(mesh, run, spoil_at=7), tmp_path, progress=quiet(), until=9)
+    with pytest.raises(LossNotFinite, match=r"3 in a row \(allowed: 2\)") as error:
+        train(*toy(mesh, run, spoil_at=7), tmp_path, progress=quiet())
+    assert "at step 10" in error.value.seen
+
+
 def test_out_of_memory_stops_the_run_with_advice(tmp_path, mesh):
     assembled, feed = toy(mesh, EVERY)
 

@@ -174,8 +174,8 @@ class _Loop:
         self._assembled, self._run, self._feed, self._folder = assembled, assembled.run, feed, folder
         self._saved, self._signals, self._compiled, self._pace = saved, signals, compiled, pace
         self._stop = self._run.steps if until is None else min(self._run.steps, until)
-        self._not_finite = self._made = 0
-        self._first = ""
+        self._not_finite, self._first = 0, ""  # steps in a row, and words for what was first in them
+        self._made = 0
         self._newest: Any = None
         self._unchecked: deque[Record] = deque()
         self._paces: deque[float] = deque(maxlen=_REMEMBERED)
@@ -196,6 +196,7 @@ class _Loop:
         anew = "" if restored is not None else told_of_starting_over(self._folder)
         self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else anew)
         del restored  # the step will donate its arrays
+        self._not_finite, self._first = data.get("not_finite", (0, ""))
         self._timeline.add("resumed" if start else "started", start)
         self._foretell(start)
         self._meter = Meter(tokens=data["tokens"], spent=data.get("seconds", 0.0), work=work)
@@ -344,7 +345,12 @@ class _Loop:
 
     def _save(self, state: Any, made: int) -> None:
         with self._watch.excused(f"saves after step {made}"):
-            data = {"tokens": self._meter.tokens, "seconds": self._meter.spent, "text": dict(self._feed.text)}
+            data = {
+                "tokens": self._meter.tokens,
+                "seconds": self._meter.spent,
+                "not_finite": (self._not_finite, self._first),
+                "text": dict(self._feed.text),
+            }
             new = self._saved.save(made, state, data=data)
         if new:
             self._timeline.add("checkpoint", made)
