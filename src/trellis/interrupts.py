@@ -1,10 +1,12 @@
-"""Makes Ctrl-C reach a program even where Python would drop it."""
+"""Makes Ctrl-C reach a program even where Python would drop it, and an abort say what happened."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import NoReturn, Protocol
 
@@ -73,3 +75,37 @@ def end_at_once_on_interrupt(code: int) -> None:
     if threading.current_thread() is threading.main_thread():  # only that one may set handlers
         sys.stdout.flush()
         signal.signal(signal.SIGINT, lambda *_: os._exit(code))
+
+
+@contextlib.contextmanager
+def instead_of_abort(leave: Callable[[], NoReturn]) -> Generator[None]:
+    """Within it, C's `abort` calls a function that ends this process.
+
+    A process that waits in a collective learns of a lost one from the heartbeat of JAX's multi-process runtime, and the
+    runtime then calls `abort`: there is no Python exception, and Python's own signal handlers do not get to run. The
+    runtime's callback for this cannot be used (`missed_heartbeat_callback` ends in a `std::bad_cast`, JAX 0.10.2 to
+    0.12), so the handler is C's.
+    """
+    handler_type = ctypes.CFUNCTYPE(None, ctypes.c_int)
+    handler = handler_type(lambda number: leave())
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes, set_handler.restype = [ctypes.c_int, handler_type], ctypes.c_void_p
+    before = set_handler(signal.SIGABRT, handler)
+    try:
+        yield
+    finally:
+        set_handler(signal.SIGABRT, ctypes.cast(before, handler_type))
+
+
+@contextlib.contextmanager
+def ended_by_interrupts() -> Generator[None]:
+    """Within it, Ctrl-C ends this process even while a library's function waits, where Python would not raise it."""
+    own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT)
+    if own is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, own)

@@ -1,8 +1,10 @@
 """Several processes: how they are found, that they train as one, and how they end together."""
 
 import json
+import re
 import signal
 import socket
+import sys
 import time
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tests.train import forks
 from tests.train.small import GOOD
 from trellis.errors import UserError
+from trellis.train import distributed
 from trellis.train.distributed import detect, initialize
 from trellis.train.stopping import RunStopped, explain
 
@@ -89,6 +92,38 @@ def test_a_port_that_is_in_use(host):
     assert "in use" in error.value.seen and error.value.where == f"--distributed.coordinator {address}"
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_for_which_the_others_do_not_come_says_that_it_waits_and_then_ends(process):
+    alone = forks.start("tests.train.test_distributed", free_address(), process, 1)
+    _, err = alone.communicate(timeout=60)
+    assert alone.returncode == 2, err
+    waits, *message = err.splitlines()
+    assert re.fullmatch(r"waits    for the other processes of the run at 127.0.0.1:\d+, 1 s at most", waits)
+    assert message[:2] == [
+        "trellis: All processes of a run must be able to reach process 0.",
+        "  seen:  not all within 1 s",
+    ]
+    assert "check that all processes run, each with its own number" in message[3]
+
+
+def test_a_process_that_waits_for_others_ends_by_ctrl_c():
+    alone = forks.start("tests.train.test_distributed", free_address(), 1, 60)
+    deadline = time.monotonic() + 30
+    while "waits" not in alone.said("err") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    alone.send_signal(signal.SIGINT)
+    alone.communicate(timeout=10)
+    assert alone.returncode == -signal.SIGINT
+
+
+def test_a_process_that_joins_twice_is_told_how_to_start_them():
+    address = free_address()
+    processes = [forks.start("tests.train.test_distributed", address, process, 6) for process in (0, 1, 1)]
+    ends = [process.communicate(timeout=60)[1] for process in processes]
+    assert {process.returncode for process in processes} == {2}, ends
+    assert any("seen:  JAX's runtime ended this process, for the reason above" in err for err in ends), ends
+
+
 def test_a_lost_process_is_told_apart_from_an_error_of_its_own(monkeypatch):
     import jax
 
@@ -121,13 +156,16 @@ def test_a_process_lost_while_a_checkpoint_is_written_is_found_behind_the_timeou
     assert explain(alone, GOOD) is alone
 
 
-def start(folder, *more, pause=0.03, each=None):
-    """The toy as two processes of four CPU devices each; `each` has options of single ones."""
+def free_address():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def start(folder, *more, pause=0.03, each=None):
+    """The toy as two processes of four CPU devices each; `each` has options of single ones."""
     words = ("tests.train.toy", folder, "--data", 4, "--pause", pause, *more)
-    words += ("--coordinator", address, "--processes", 2, "--process")
+    words += ("--coordinator", free_address(), "--processes", 2, "--process")
     own = {0: (), 1: (), **(each or {})}
     return [forks.start(*words, process, *own[process]) for process in (0, 1)]
 
@@ -237,3 +275,10 @@ def test_both_processes_find_a_bad_loss_at_the_same_step(tmp_path):
     assert [process.returncode for process in processes] == [3, 3]
     for _, err in ends:
         assert "at step 14, 1 in a row (allowed: 0)" in err and "step-00000012" in err
+
+
+def main() -> int:
+    """One process of three, which only joins the others."""
+    distributed._TOLD_AFTER = 0.0
+    initialize(coordinator=sys.argv[1], processes=3, process=int(sys.argv[2]), timeout_seconds=int(sys.argv[3]))
+    return 0

@@ -1,15 +1,26 @@
 """Several processes as one run: how they find each other."""
 
+import contextlib
 import os
 import re
 import socket
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
 
 from trellis.errors import UserError
+from trellis.figures.numbers import duration
 from trellis.hardware.platform import has_tpu
+from trellis.interrupts import ended_by_interrupts, instead_of_abort
+from trellis.train.stopping import leave_at_once
+
+# Seconds. A process that waits for others longer than this says so.
+_TOLD_AFTER = 5.0
+# So many seconds later JAX's runtime would abort a process for which the others do not come.
+_MORE = 60
 
 
 def detect(
@@ -89,20 +100,44 @@ def initialize(
         return False
     if found.get("process_id") == 0:
         _check_port(found["coordinator_address"])
+    times = {"heartbeat_timeout_seconds": heartbeat_seconds, "initialization_timeout": timeout_seconds + _MORE}
     try:
-        jax.distributed.initialize(
-            **found, heartbeat_timeout_seconds=heartbeat_seconds, initialization_timeout=timeout_seconds
-        )
+        with _awaited(found, timeout_seconds):
+            jax.distributed.initialize(**found, **times)
     except (ValueError, RuntimeError) as error:
         if found == {}:  # a TPU host that belongs to no pod
             return False
-        raise UserError(
-            "All processes of a run must be able to reach process 0.",
-            seen=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-            where=f"jax.distributed.initialize({', '.join(f'{k}={v!r}' for k, v in found.items())})",
-            fix="check that process 0 runs, that its port is open, and that all have the same options",
-        ) from error
+        raise _not_joined(found, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
     return True  # the number of processes is known once JAX looks at its devices, which must not happen here
+
+
+@contextlib.contextmanager
+def _awaited(found: dict[str, Any], seconds: int) -> Generator[None]:
+    """Within it this process joins the others: it says that it waits, and ends if they do not come or Ctrl-C does.
+
+    JAX's runtime would wait without a word, and then abort the process.
+    """
+    at = f" at {found['coordinator_address']}" if "coordinator_address" in found else ""
+    text = f"waits    for the other processes of the run{at}, {duration(seconds)} at most"
+    told = threading.Timer(_TOLD_AFTER, print, (text,), {"file": sys.stderr, "flush": True})
+    late = threading.Timer(seconds, lambda: leave_at_once(_not_joined(found, f"not all within {duration(seconds)}")))
+    aborted = lambda: leave_at_once(_not_joined(found, "JAX's runtime ended this process, for the reason above"))
+    with contextlib.ExitStack() as until, instead_of_abort(aborted), ended_by_interrupts():
+        for timer in (told, late):
+            timer.daemon = True
+            timer.start()
+            until.callback(timer.cancel)
+        yield
+
+
+def _not_joined(found: dict[str, Any], seen: str) -> UserError:
+    return UserError(
+        "All processes of a run must be able to reach process 0.",
+        seen=seen,
+        where=f"jax.distributed.initialize({', '.join(f'{k}={v!r}' for k, v in found.items())})",
+        fix="check that all processes run, each with its own number and the same options otherwise, and that the port "
+        "of process 0 is open",
+    )
 
 
 def _check_port(address: str) -> None:

@@ -1,7 +1,6 @@
 """How a run ends before its last step: a signal from outside, or its own decision."""
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ from trellis.checkpoints.checkpoints import LastGood
 from trellis.checkpoints.room import NoRoom
 from trellis.errors import UserError
 from trellis.files import no_room, refused
-from trellis.interrupts import keep_interrupts
+from trellis.interrupts import instead_of_abort, keep_interrupts
 
 # What the runtimes report when another process of the run is gone.
 _PEER = re.compile(
@@ -111,30 +110,16 @@ def _lost(how: str, last_good: LastGood) -> RunStopped:
 def explained_abort(last_good: Callable[[], LastGood]) -> Generator[None]:
     """Within it, an abort by JAX's multi-process runtime ends this process as `RunStopped` does.
 
-    A process that waits in a collective learns of a lost one from the runtime's heartbeat, and the runtime then calls
-    C's `abort`: there is no Python exception, and Python's own signal handlers do not get to run. The runtime's
-    callback for this cannot be used (`missed_heartbeat_callback` ends in a `std::bad_cast`, JAX 0.10.2 to 0.12), so the
-    handler is C's.
-
     Args:
         last_good: gives words about the last good checkpoint.
     """
     if jax.process_count() == 1:
         yield
         return
-
-    def leave(number: int) -> None:
-        leave_at_once(_lost("was ended by JAX's runtime, for the reason above", last_good()))
-
-    handler_type = ctypes.CFUNCTYPE(None, ctypes.c_int)
-    handler = handler_type(leave)
-    set_handler = ctypes.CDLL(None).signal
-    set_handler.argtypes, set_handler.restype = [ctypes.c_int, handler_type], ctypes.c_void_p
-    before = set_handler(signal.SIGABRT, handler)
-    try:
+    with instead_of_abort(
+        lambda: leave_at_once(_lost("was ended by JAX's runtime, for the reason above", last_good()))
+    ):
         yield
-    finally:
-        set_handler(signal.SIGABRT, ctypes.cast(before, handler_type))
 
 
 @contextlib.contextmanager
