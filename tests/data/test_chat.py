@@ -4,6 +4,8 @@ import dataclasses
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from trellis.data import Batches, FileSource, Store, find_files, open_store, tokenize, train_bpe
@@ -125,6 +127,15 @@ def test_tools_beside_a_conversation(tmp_path, name):
     without = [record | {name: nothing} for nothing in ([], None, "[]", "")]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, without)))
     assert chat_store(tmp_path / "in.jsonl").num_documents == 4
+
+
+def test_tools_in_another_column(tmp_path):
+    """Of a table only the columns that are needed are read; these are."""
+    table = pa.table({"messages": [[{"role": "assistant", "content": "a"}]], "tools": ['[{"name": "look"}]']})
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    for options in ({}, {"tokenizer": None, "train_bpe": 300}):
+        with pytest.raises(UserError, match="it has `tools`, which are not written out"):
+            chat_store(tmp_path / "in.parquet", **options)
 
 
 def test_content_in_parts(tmp_path):

@@ -75,3 +75,8 @@ class Job:
     separator: str = "\n"
     filter: str | None = None
     chat: bool = False
+
+    @property
+    def all_fields(self) -> bool:
+        """Whether other fields are needed, too: for the filter, or to see what a conversation has beside it."""
+        return self.filter is not None or self.chat

@@ -97,7 +97,7 @@ class FileSource:
         """Blocks of file `index` from `start` (a block's `end`, or (0, 1)) on.
 
         Args:
-            all_fields: records keep every field, for a filter; otherwise only the text's, if that saves reading.
+            all_fields: records keep every field; otherwise only the text's, if that saves reading.
         """
         file = self.files[index]
         read = self._reader(file, all_fields)

@@ -158,7 +158,7 @@ def tokenize(
         sizes = [file.size for file in source.files]
         bar = TokenizingProgress(sizes, enabled=progress, done=writer.cursor)
         with _pool(job, workers) as pool, bar:
-            _run(source, writer, pool, on_error, commit_seconds, all_fields=filter is not None, bar=bar)
+            _run(source, writer, pool, on_error, commit_seconds, all_fields=job.all_fields, bar=bar)
     return Store(out)
 
 
@@ -231,7 +231,7 @@ def _train(source, vocab_size, train_bytes, job, on_error, progress) -> Tokenize
     def texts():
         nonlocal empty
         seen = 0
-        for block in _blocks(source, (0, 0, 1), job.filter is not None):
+        for block in _blocks(source, (0, 0, 1), job.all_fields):
             batch, errors = encoder.texts(block)
             if errors:
                 _complain(block, errors, on_error)
