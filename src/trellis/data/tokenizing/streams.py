@@ -1,5 +1,6 @@
 """Source files as streams of bytes: local or remote, decompressed, with retries after the network's faults."""
 
+import functools
 import io
 import os
 
@@ -76,14 +77,13 @@ class RemoteStream(io.RawIOBase):
         return data
 
 
-class _ZstdReader(io.RawIOBase):
-    """Reads Zstandard frames, one after the other. The library's own reader takes a file cut short for a whole one."""
+class _Frames(io.RawIOBase):
+    """Reads compressed frames, one after the other, with zeros between them or none. The libraries' own readers take
+    some files for whole ones: cut short (Zstandard), empty (gzip), or damaged where a frame begins (xz, bzip2)."""
 
-    def __init__(self, raw):
-        import zstandard
-
-        self._raw, self._open, self._ready, self._inside = raw, zstandard.ZstdDecompressor().decompressobj, b"", False
-        self._frame = self._open()
+    def __init__(self, raw, opened):
+        self._raw, self._opened, self._ready, self._inside = raw, opened, b"", True
+        self._frame = opened()
 
     def readable(self) -> bool:
         return True
@@ -96,12 +96,12 @@ class _ZstdReader(io.RawIOBase):
                     raise EOFError("the last frame is cut short")
                 return 0
             parts = []
-            while data:
+            while data := data if self._inside else data.lstrip(b"\0"):
                 self._inside = True
                 parts.append(self._frame.decompress(data))
                 data = self._frame.unused_data
                 if self._frame.eof:
-                    self._frame, self._inside = self._open(), False
+                    self._frame, self._inside = self._opened(), False
             self._ready = b"".join(parts)
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
@@ -133,21 +133,26 @@ class Stream:
         self.file = self._decompressed()
 
     def _decompressed(self):
-        if self._name.endswith((".gz", ".tgz")):
-            import gzip
+        match os.path.splitext(self._name)[1]:
+            case ".gz" | ".tgz":
+                import zlib
 
-            return gzip.GzipFile(fileobj=self._raw)
-        if self._name.endswith(".bz2"):
-            import bz2
+                opened = functools.partial(zlib.decompressobj, wbits=31)  # with gzip's header and checksum
+            case ".bz2":
+                import bz2
 
-            return bz2.BZ2File(self._raw)
-        if self._name.endswith(".xz"):
-            import lzma
+                opened = bz2.BZ2Decompressor
+            case ".xz":
+                import lzma
 
-            return lzma.LZMAFile(self._raw)
-        if self._name.endswith(".zst"):
-            return io.BufferedReader(_ZstdReader(self._raw), 1 << 17)
-        return self._raw
+                opened = lzma.LZMADecompressor
+            case ".zst":
+                import zstandard
+
+                opened = zstandard.ZstdDecompressor().decompressobj
+            case _:
+                return self._raw
+        return io.BufferedReader(_Frames(self._raw, opened), 1 << 17)
 
     @property
     def raw_position(self) -> int:
