@@ -13,8 +13,9 @@ class Block:
     """Some consecutive documents of one file, not yet parsed.
 
     Attributes:
-        kind: "records" (`payload` is a list of dict), "json" (JSON lines, as bytes), "text" (texts divided by the job's
-            separator, as bytes) or "piece" (part of one text that may continue in the next block, as bytes).
+        kind: "records" (`payload` is a list of dict and `Unreadable`), "json" (JSON lines, as bytes), "text" (texts
+            divided by the job's separator, as bytes) or "piece" (part of one text that may continue in the next
+            block, as bytes).
         name: the file, for messages.
         first: number of the first line or record, from 1.
         end: where the next block starts: position in the file (bytes after decompression, or records), number.
@@ -31,6 +32,17 @@ class Block:
     raw: int = 0
     closed: bool = True
     file: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A record of which its reader knows that it cannot be read.
+
+    Attributes:
+        problem: what is wrong with it.
+    """
+
+    problem: str
 
 
 @dataclasses.dataclass(slots=True)

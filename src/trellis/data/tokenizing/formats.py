@@ -2,13 +2,15 @@
 
 import codecs
 import collections
+import contextlib
 import io
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trellis.data.blocks import BLOCK_BYTES, PIECE_BYTES, Block
+from trellis.data.blocks import BLOCK_BYTES, PIECE_BYTES, Block, Unreadable
 from trellis.data.tokenizing.streams import Stream, plain_name
 from trellis.errors import UserError
 
@@ -144,7 +146,7 @@ def in_blocks(records, name, position, raw):
 def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
     """Rows of a CSV (or, by its name, TSV) file whose first row names the columns.
 
-    Further fields of a row are under None, a name that no column has: such a row cannot be read.
+    A row with more fields than columns cannot be read.
     """
     import csv
     import sys
@@ -156,17 +158,11 @@ def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
 
         def records():
             try:
-                columns = rows.fieldnames or ()
-                if twice := [column for column, count in collections.Counter(columns).items() if count > 1]:
-                    raise UserError(
-                        "A CSV file cannot have two columns of the same name.",
-                        seen=f"{twice[0]!r} twice",
-                        where=f"{name}, line 1",
-                        fix="rename one of them",
-                    )
+                _check_columns(rows.fieldnames or (), f"{name}, line 1")
                 for number, row in enumerate(rows):
-                    if number >= start[0]:
-                        yield row
+                    if number >= start[0]:  # further fields of a row are under None
+                        further = row.get(None)
+                        yield Unreadable(f"{len(further)} more fields than columns: {further}") if further else row
             except UnicodeDecodeError as error:
                 raise UserError(
                     "A CSV file must be UTF-8.",
@@ -183,6 +179,16 @@ def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
                 ) from error
 
         yield from in_blocks(records(), name, start[0], lambda: stream.raw_position)
+
+
+def _check_columns(names, where):
+    if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
+        raise UserError(
+            "A table cannot have two columns of the same name.",
+            seen=f"{twice[0]!r} twice",
+            where=where,
+            fix="rename one of them",
+        )
 
 
 def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
@@ -223,8 +229,8 @@ def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
                     ) from error
         if record:
             yield record
-        if not raw.ends_in_zeros():
-            raise tarfile.ReadError("no end of the archive")
+        if not raw.is_zero_from(tar.offset):  # tarfile takes a damaged header for the end
+            raise tarfile.ReadError(f"no end at byte {tar.offset:,}, after the last file that can be read")
 
     with Stream(url) as stream:
         try:
@@ -232,10 +238,10 @@ def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
             yield from in_blocks(numbered, name, start[0], lambda: stream.raw_position)
         except tarfile.ReadError as error:
             raise UserError(
-                "A .tar file must be a complete tar archive.",
+                "A .tar file must be one complete tar archive.",
                 seen=error,
                 where=url,
-                fix="download the file again, or leave it out",
+                fix="download the file again, or leave it out; keep archives apart that were joined",
             ) from error
 
 
@@ -243,7 +249,7 @@ class _Raw(io.RawIOBase):
     """A Stream as a file object for the standard library's readers."""
 
     def __init__(self, stream):
-        self._stream, self._last = stream, b""
+        self._stream, self._position, self._filled = stream, 0, 0
 
     def readable(self):
         return True
@@ -251,23 +257,25 @@ class _Raw(io.RawIOBase):
     def readinto(self, buffer):
         data = self._stream.read(len(buffer))
         buffer[: len(data)] = data
-        self._last = (self._last + data)[-512:]
+        if filled := len(data.rstrip(b"\0")):
+            self._filled = self._position + filled
+        self._position += len(data)
         return len(data)
 
-    def ends_in_zeros(self):
-        """Reads to the end, and returns whether that is a block of zeros, as in every whole tar."""
+    def is_zero_from(self, position):
+        """Reads to the end, and returns whether all from `position` on are zeros, a tar's block or more."""
         while self.readinto(bytearray(1 << 16)):
             pass
-        return self._last == bytes(512)
+        return self._filled <= position <= self._position - 512
 
 
 def parquet_records(url: str, name: str, start: tuple[int, int], *, columns: list[str] | None) -> Iterator[Block]:
     """Rows of a Parquet file, read by row group."""
     parquet = _arrow("pyarrow.parquet", url)
 
-    with Stream(url) as stream, _arrow_errors(url):
-        file = parquet.ParquetFile(stream.file)
-        columns = columns if columns and set(columns) <= set(file.schema_arrow.names) else None
+    with Stream(url) as stream, _seekable(stream) as seekable, _arrow_errors(url):
+        file = parquet.ParquetFile(seekable)
+        columns = _columns(file.schema_arrow.names, columns, name)
         first, groups = 0, list(range(file.num_row_groups))
         while groups and first + (rows := file.metadata.row_group(groups[0]).num_rows) <= start[0]:
             first += rows
@@ -276,32 +284,28 @@ def parquet_records(url: str, name: str, start: tuple[int, int], *, columns: lis
         def records():
             skip = start[0] - first
             for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=columns):
-                yield from batch.slice(min(skip, len(batch))).to_pylist()
+                yield from _rows(batch.slice(min(skip, len(batch))))
                 skip = max(0, skip - len(batch))
 
         yield from in_blocks(records(), name, start[0], lambda: stream.raw_position)
 
 
-def arrow_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
+def arrow_records(url: str, name: str, start: tuple[int, int], *, columns: list[str] | None) -> Iterator[Block]:
     """Rows of an Arrow IPC file or stream (also those that Hugging Face datasets store)."""
     ipc = _arrow("pyarrow.ipc", url)
 
-    with Stream(url) as stream, _arrow_errors(url):
-        is_file = stream.file.read(6) == b"ARROW1"
-        stream.file.seek(0)
-
-        def batches():
-            if is_file:
-                reader = ipc.open_file(stream.file)
-                yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
-            else:
-                yield from ipc.open_stream(stream.file)
+    with Stream(url) as stream, _seekable(stream) as seekable, _arrow_errors(url):
+        is_file = seekable.read(6) == b"ARROW1"
+        seekable.seek(0)
+        reader = (ipc.open_file if is_file else ipc.open_stream)(seekable)
+        columns = _columns(reader.schema.names, columns, name)
 
         def records():
             skip = start[0]
-            for batch in batches():
+            for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+                chosen = batch.select(columns)
                 for begin in range(min(skip, len(batch)), len(batch), 1024):
-                    yield from batch.slice(begin, 1024).to_pylist()
+                    yield from _rows(chosen.slice(begin, 1024))
                 skip = max(0, skip - len(batch))
 
         yield from in_blocks(records(), name, start[0], lambda: stream.raw_position)
@@ -318,6 +322,36 @@ def _arrow(module, url):
         ) from error
 
 
+@contextlib.contextmanager
+def _seekable(stream):
+    """A file whose bytes can be read in any order: if they are compressed, in a file without a name."""
+    if stream.seekable:
+        yield stream.file
+        return
+    with tempfile.TemporaryFile() as file:
+        while data := stream.read(1 << 20):
+            file.write(data)
+        file.seek(0)
+        yield file
+
+
+def _columns(names, wanted, where):
+    """Those of the columns that are wanted; all, if there are none."""
+    columns = [name for name in names if wanted and name in wanted] or names
+    _check_columns(columns, where)
+    return columns
+
+
+def _rows(batch):
+    """The rows of a batch. pyarrow does not check that a file's strings are UTF-8 before it makes Python's of them."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if len(batch) == 1:
+            return [Unreadable(f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start}")]
+        return [row for i in range(len(batch)) for row in _rows(batch.slice(i, 1))]
+
+
 class _arrow_errors:
     """Turns pyarrow's complaints about a file's contents into the user's error."""
 
@@ -328,7 +362,8 @@ class _arrow_errors:
         return self
 
     def __exit__(self, kind, error, _):
-        if kind is not None and (kind.__module__ or "").startswith("pyarrow"):
+        own = kind is not None and (kind.__module__ or "").startswith("pyarrow")
+        if own or (isinstance(error, OSError) and error.errno is None):  # pyarrow's: a system's has a number
             raise UserError(
                 "A Parquet or Arrow file must be complete.",
                 seen=str(error).splitlines()[0],

@@ -120,11 +120,10 @@ class FileSource:
                 return formats.csv_records
             case "tar":
                 return formats.tar_records
-            case "parquet":
-                columns = None if all_fields else [self.text_field.split(".")[0]]
-                return functools.partial(formats.parquet_records, columns=columns)
-            case _:
-                return formats.arrow_records
+            case table:
+                columns = None if all_fields else [self.text_field, self.text_field.split(".")[0]]
+                read = formats.parquet_records if table == "parquet" else formats.arrow_records
+                return functools.partial(read, columns=columns)
 
 
 def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> tuple[SourceFile, ...]:

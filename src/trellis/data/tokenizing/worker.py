@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from trellis.data.blocks import Block, Encoded, Job
+from trellis.data.blocks import Block, Encoded, Job, Unreadable
 from trellis.data.tokenizer import Tokenizer
 from trellis.data.tokenizing.chat import check_messages, encode_messages
 from trellis.errors import UserError
@@ -94,10 +94,9 @@ class Encoder:
 
     def _records(self, block, errors):
         if block.kind == "records":
-            numbered = [(block.first + i, record) for i, record in enumerate(block.payload)]
-            long = {number: record[None] for number, record in numbered if isinstance(record, dict) and None in record}
-            errors += [(number, f"{len(rest)} more fields than columns: {rest}") for number, rest in long.items()]
-            kept = [(number, record) for number, record in numbered if number not in long]
+            numbered = list(enumerate(block.payload, block.first))
+            errors += [(number, record.problem) for number, record in numbered if isinstance(record, Unreadable)]
+            kept = [(number, record) for number, record in numbered if not isinstance(record, Unreadable)]
             return [number for number, _ in kept], [record for _, record in kept]
         if block.kind == "piece":
             pieces = [(block.first, block.payload)]
@@ -130,7 +129,7 @@ class Encoder:
     def _text(self, record):
         value, holder = record, None
         if not isinstance(record, str):
-            for key in self._job.field.split("."):
+            for key in self._keys(record):
                 if not isinstance(value, dict):
                     return None, f"not an object: {str(value)[:40]!r}"
                 if key not in value:
@@ -141,6 +140,11 @@ class Encoder:
         if not isinstance(value, str):
             return None, f"field {self._job.field!r} is {type(value).__name__}, not a string"
         return (value, None) if is_utf8(value) else (None, "not UTF-8: half of a surrogate pair")
+
+    def _keys(self, record):
+        """The field's name, if the record has one of this very name, or the names that lead into nested objects."""
+        field = self._job.field
+        return [field] if isinstance(record, dict) and field in record else field.split(".")
 
     def _ends(self, tokens) -> bool:
         return self._end in _join(tokens, self._dtype)
