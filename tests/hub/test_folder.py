@@ -244,6 +244,7 @@ def test_refused_folders(good, tmp_path):
         with pytest.raises(UserError) as error:
             Folder(good, FAMILIES).load(target)
         assert str(error.value).startswith(message)
+        return error.value.fix
 
     with pytest.raises(UserError, match=r"must have a config\.json\.\n  seen:  no such folder"):
         Folder(tmp_path / "nowhere", FAMILIES)
@@ -255,7 +256,13 @@ def test_refused_folders(good, tmp_path):
     weights = good / "model.safetensors"
     arrays = load_file(weights)
     save_file({k: v for k, v in arrays.items() if k != "lm_head.weight"}, weights)
-    refused("The folder must have every parameter of its model.\n  seen:  no lm_head.weight")
+    fix = refused("The folder must have every parameter of its model.\n  seen:  no lm_head.weight")
+    assert fix.endswith('or set "tie_word_embeddings": true in config.json, if it is the table of tokens')
+    save_file({k: v for k, v in arrays.items() if "norm" not in k}, weights)
+    fix = refused(
+        "The folder must have every parameter of its model.\n  seen:  no model.layers.0.input_layernorm.weight"
+    )
+    assert fix == "use config.json and weights of one model"
     save_file(arrays | {"lm_head.weight": np.zeros((8, 32), np.float32)}, weights)
     refused("Weights must have the shapes that config.json sets.\n  seen:  lm_head.weight of shape (8, 32)")
     save_file(arrays | {"lm_head.weight": arrays["lm_head.weight"].astype(np.int8)}, weights)
@@ -264,7 +271,15 @@ def test_refused_folders(good, tmp_path):
     index.write_text(json.dumps({"weight_map": dict.fromkeys(arrays, weights.name)}))
     save_file({k: v for k, v in arrays.items() if k != "lm_head.weight"}, weights)
     refused("A file of weights must have the tensors that the index lists.\n  seen:  no lm_head.weight")
-    for contents in ("{}", '{"weight_map": []}'):
+    index.write_text(json.dumps({"weight_map": {name: f"{i}.safetensors" for i, name in enumerate(arrays)}}))
+    weights.rename(good / "0.safetensors")
+    rest = len(arrays) - 4
+    refused(
+        "A folder must have the weight files that its index names.\n  seen:  no 1.safetensors, 10.safetensors, "
+        f"11.safetensors and {rest} more\n  where: {index}"
+    )
+    (good / "0.safetensors").rename(weights)
+    for contents in ("{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}'):
         index.write_text(contents)
         refused("An index of weight files must have a weight_map.")
     index.write_text("[]")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trellis.errors import UserError, did_you_mean
+from trellis.errors import UserError
 from trellis.hub.family import Family, family_in
 from trellis.hub.keys import Key, key_of
 from trellis.hub.tensors import DTYPES, WEIGHT_DTYPES, Tensor, TensorFile, in_shards, write_tensors
@@ -136,11 +136,11 @@ class Folder:
         return jax.make_array_from_single_device_arrays(leaf.shape, sharding_of(leaf), [held[d] for d in parts])
 
     def _check_taken(self, keyed: Sequence[tuple[Parameter, Key]], keys: Mapping[str, Key]) -> None:
-        """Refuses tensors that no parameter takes, before any is read.
+        """Refuses parameters without a tensor, and tensors that no parameter takes, before any is read.
 
-        Three kinds may be there: buffers that are made from the configuration; if the unembedding is tied, a copy of
-        the table of tokens under its name; and the layers for further tokens that `config.json` counts, which have no
-        part in predicting the next (`left_out` counts their tensors).
+        Three kinds of the latter may be there: buffers that are made from the configuration; if the unembedding is
+        tied, a copy of the table of tokens under its name; and the layers for further tokens that `config.json` counts,
+        which have no part in predicting the next (`left_out` counts their tensors).
         """
         taken = set()
         for parameter, key in keyed:
@@ -152,7 +152,7 @@ class Folder:
         self.left_out = sum(name.startswith(further) for name in left)
         left = [name for name in left if not name.startswith(further)]
         table = self._find(keys["embedding"].text)[0]
-        if _UNEMBEDDING in left and table is not None:
+        if _UNEMBEDDING in left:
             if not np.array_equal(self._read(_UNEMBEDDING), self._read(table)):
                 raise UserError(
                     "A model whose unembedding is tied must have only one token table.",
@@ -170,15 +170,22 @@ class Folder:
                 "does not mention",
             )
 
-    def _find(self, text: str) -> tuple[str | None, Callable]:
+    def _find(self, text: str) -> tuple[str, Callable]:
         """The name of the folder's tensor that holds this key's values, and what to take of it."""
         # Some folders leave out the name that the model has within `...ForCausalLM`.
         if (name := next((n for n in (text, text.partition(".")[2]) if n in self._place), None)) is not None:
             return name, lambda tensor: tensor
-        if self.family.elsewhere is None:
-            return None, lambda tensor: tensor
-        other, take = self.family.elsewhere(text)
-        return (other if other in self._place else None), take
+        other, take = self.family.elsewhere(text) if self.family.elsewhere else (text, None)
+        if take is not None and other in self._place:
+            return other, take
+        tied = text == _UNEMBEDDING and "tie_word_embeddings" not in self.family.fixed
+        raise UserError(
+            "The folder must have every parameter of its model.",
+            seen=f"no {text}",
+            where=str(self.path),
+            fix="use config.json and weights of one model"
+            + (', or set "tie_word_embeddings": true in config.json, if it is the table of tokens' if tied else ""),
+        )
 
     def _read(self, name: str) -> np.ndarray:
         file = self._place[name]
@@ -195,13 +202,6 @@ class Folder:
 
     def _tensor(self, text: str, shape: tuple[int, ...]) -> np.ndarray:
         name, take = self._find(text)
-        if name is None:
-            raise UserError(
-                "The folder must have every parameter of its model.",
-                seen=f"no {text}",
-                where=str(self.path),
-                fix=did_you_mean(text, self._place) if len(self._place) < 50 else "download or export it again",
-            )
         tensor = take(self._read(name))
         if tensor.shape != shape:
             raise UserError(
@@ -215,9 +215,9 @@ class Folder:
     def _weight_map(self) -> dict[str, str]:
         if (self.path / INDEX).is_file():
             found = read_json(self.path / INDEX).get("weight_map")
-            if not isinstance(found, dict):
+            if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
                 rule, fix = "An index of weight files must have a weight_map.", "download or export it again"
-                raise UserError(rule, seen="none", where=str(self.path / INDEX), fix=fix)
+                raise UserError(rule, seen=f"{found!r:.40}", where=str(self.path / INDEX), fix=fix)
             if (self.path / WEIGHTS).is_file() and WEIGHTS not in found.values():
                 raise UserError(
                     "A Hugging Face folder must have one set of weights.",
@@ -225,6 +225,10 @@ class Folder:
                     where=str(self.path),
                     fix="remove the set that is not meant",
                 )
+            if absent := sorted(file for file in set(found.values()) if not (self.path / file).is_file()):
+                rule, seen = "A folder must have the weight files that its index names.", f"no {', '.join(absent[:3])}"
+                more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+                raise UserError(rule, seen=seen + more, where=str(self.path / INDEX), fix="download or export it again")
             return found
         if not (self.path / WEIGHTS).is_file():
             raise UserError(
