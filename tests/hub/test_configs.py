@@ -23,7 +23,7 @@ def contents(kind: str) -> dict:
 
 
 def read(kind: str, hub: dict):
-    return family_of(kind).from_config_json(hub, "config.json")
+    return family_of(kind).from_config_json(hub, "folder/config.json")
 
 
 def refused(kind: str, hub: dict) -> UserError:
@@ -55,6 +55,31 @@ def test_a_field_that_is_left_out(kind):
             if rope := theirs.get("rope_parameters"):  # names that only older versions have
                 theirs |= {"rope_theta": rope.get("full_attention", rope)["rope_theta"]}
             assert found == read(kind, theirs), field
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "names"),
+    [
+        ("llama", "hidden_act", ["silu", "swish"]),
+        ("gpt2", "activation_function", ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"]),
+        ("gemma3_text", "hidden_activation", ["gelu_pytorch_tanh", "gelu_new", "gelu_python_tanh"]),
+    ],
+)
+def test_names_of_one_activation(kind, field, names):
+    for name in names:
+        assert read(kind, contents(kind) | {field: name}) == BY_TYPE[kind]
+    for other in ("gelu", "relu", ["silu"]):
+        error = refused(kind, contents(kind) | {field: other})
+        assert error.seen == f"{field}: {other}" and error.fix == f"use a model with {field} {names[0]}"
+
+
+def test_an_imported_model_that_is_refused():
+    """The message names the file, and advises nothing that an import does not take."""
+    error = refused("mixtral", contents("mixtral") | {"num_experts_per_tok": 1})
+    assert error.rule.startswith("Normalized weights need two experts per token or more")
+    assert error.where == "folder/config.json, as model.experts_per_token"
+    assert error.fix == "use another model, since an import has its folder's configuration"
+    assert refused("llama", contents("llama") | {"sliding_window": 8}).where == "folder/config.json"
 
 
 @pytest.mark.parametrize("kind", BY_TYPE)

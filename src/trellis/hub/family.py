@@ -10,6 +10,9 @@ from trellis.hub.keys import Key
 
 # What every model here does, and `transformers` may be told not to do.
 _ALWAYS: Mapping[str, Any] = {"is_causal": True, "per_layer_config": None}
+# Names that `transformers` has for the functions of which we write one name.
+_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
+_ACTIVATIONS = {"silu": ("swish",), "gelu_new": _GELU, "gelu_pytorch_tanh": _GELU}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +92,12 @@ class Family:
                 "with Mxfp4Config(dequantize=True), or what transformers has for this method",
             )
         for field, value in {**_ALWAYS, **self.fixed}.items():
-            if hub.get(field, value) != value:
+            if hub.get(field, value) not in (value, *(_ACTIVATIONS.get(value, ()) if isinstance(value, str) else ())):
                 raise UserError(
                     f"A {self.model_type} must have {field} {value} here.",
                     seen=f"{field}: {hub[field]}",
                     where=where,
-                    fix="use a model without it",
+                    fix=f"use a model with {field} {value}",
                 )
         fix = "use the folder's config.json as `save_pretrained` writes it"
         rule = f"The configuration of a {self.model_type} must have values of the types that transformers writes."
@@ -108,9 +111,15 @@ class Family:
             raise UserError(complete, seen=f"no {error.args[0]}", where=where, fix=fix) from None
         except (TypeError, ValueError, ArithmeticError) as error:  # a field was computed from what is not a number
             raise UserError(rule, seen=str(error), where=where, fix=fix) from None
+        except UserError as error:  # a family's function sees the fields, not the file
+            raise type(error)(error.rule, seen=error.seen, where=where, fix=error.fix) from None
         if wrong := _mistyped(self.config, fields):
             raise UserError(rule, seen=wrong, where=where, fix=fix)
-        return self.config(**fields)
+        try:
+            return self.config(**fields)
+        except UserError as error:  # its fix is for one whose configuration is not that of a folder
+            fix = "use another model, since an import has its folder's configuration"
+            raise type(error)(error.rule, seen=error.seen, where=f"{where}, as {error.where}", fix=fix) from None
 
 
 def _mistyped(config: type, fields: Mapping[str, Any]) -> str | None:

@@ -128,7 +128,7 @@ def _rope(hub: Mapping) -> dict:
             "Rotary positions must rotate whole heads here.",
             seen=f"partial_rotary_factor: {share}",
             where="config.json",
-            fix="use a model without it",
+            fix="use a model without partial_rotary_factor",
         )
     length = hub.get("original_max_position_embeddings") or hub.get("max_position_embeddings")
     return ({"original_max_position_embeddings": length} if length else {}) | older | newer
