@@ -143,6 +143,20 @@ def test_layers_that_see_a_window(kind):
         assert error.seen == "layer_types: sliding_attention"
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_layers_that_see_a_window_from_one_on(kind):
+    """A window that no layer has, or that is not there, changes nothing."""
+    whole = contents(kind)
+    assert whole["use_sliding_window"] is False
+    used = whole | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    for hub in (used, used | {"max_window_layers": 1, "sliding_window": None}, whole | {"use_sliding_window": True}):
+        assert read(kind, hub) == BY_TYPE[kind]
+    assert read(kind, used | {"max_window_layers": 0, "layer_types": ["full_attention"] * 2}) == BY_TYPE[kind]
+    error = refused(kind, used | {"max_window_layers": 1})
+    assert error.rule == "Every layer must attend to all earlier positions here."
+    assert error.seen == "use_sliding_window: True, max_window_layers: 1 of 2"
+
+
 def test_rotary_positions_of_versions_4_and_5():
     """Both may be there, as in folders that Trellis writes, if they agree."""
     plain = {name: value for name, value in contents("qwen3").items() if not name.startswith("rope_")}

@@ -97,6 +97,9 @@ def _check_sees_all(hub: Mapping) -> None:
     seen = [f"{name}: {hub[name]}" for name in windows if hub.get(name) is not None]
     if other := sorted(set([kinds] if isinstance(kinds, str) else kinds) - {"full_attention"}):
         seen = [f"layer_types: {', '.join(other)}"]
+    elif not kinds and hub.get("use_sliding_window") and hub.get("sliding_window") is not None:
+        first, layers = hub.get("max_window_layers", 0), hub["num_hidden_layers"]
+        seen = [f"use_sliding_window: True, max_window_layers: {first} of {layers}"] if first < layers else []
     if seen:
         raise UserError(
             "Every layer must attend to all earlier positions here.",

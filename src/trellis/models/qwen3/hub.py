@@ -1,8 +1,9 @@
 """Qwen3's Hugging Face folders."""
 
 from trellis.hub import Family, Key
-from trellis.models.llama.hub import DROPPED, GATED, from_hub, to_hub
+from trellis.models.llama.hub import DROPPED, GATED, from_hub
 from trellis.models.llama.hub import KEYS as _LLAMA
+from trellis.models.qwen2.hub import DEFAULTS, to_hub
 from trellis.models.qwen3.qwen3 import Qwen3Config
 
 KEYS = _LLAMA | {
@@ -17,6 +18,7 @@ FAMILY = Family(
     keys=KEYS,
     to_hub=to_hub,
     from_hub=from_hub,
-    fixed=GATED | {"use_sliding_window": False},
+    fixed=GATED,
     dropped=DROPPED,
+    defaults=DEFAULTS,
 )
