@@ -221,9 +221,11 @@ def test_a_gemmas_layers_and_positions():
     older = {name: value for name, value in whole.items() if name not in ("layer_types", "rope_parameters")}
     assert read("gemma3_text", older) == BY_TYPE["gemma3_text"]
     assert read("gemma3_text", older | {"rope_local_base_freq": 5000.0}).local_rope_theta == 5000.0
-    for kinds in ([near] * 5, [near, far, far, near, far], far):
+    for hub in (whole | {"layer_types": [near] * 5}, older | {"sliding_window_pattern": 6}):
+        assert read("gemma3_text", hub) == dataclasses.replace(BY_TYPE["gemma3_text"], global_every=None)
+    for kinds in ([near, far, far, near, far], [far, near, near, near, near], far):
         error = refused("gemma3_text", whole | {"layer_types": kinds})
-        assert error.rule == "One layer of a Gemma 3 must see everything, and then every so many layers one more."
+        assert error.rule == "If a layer of a Gemma 3 sees everything, so must every so many layers one more."
     scaled = {far: whole["rope_parameters"][far], near: {"rope_type": "linear", "factor": 2.0}}
     error = refused("gemma3_text", whole | {"rope_parameters": scaled})
     assert error.seen == "rope_type: linear of sliding_attention"

@@ -1,5 +1,6 @@
 """Every family against `transformers`, with random weights, in float32, and both ways through folders."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -14,6 +15,8 @@ from trellis.models import FAMILIES
 from trellis.named import einsum, named
 from trellis.nn.parameters import parameters
 
+# Forms of a family that differ in what parameters there are, beside those that all tests take.
+FORMS = CONFIGS | {"gemma3_near": dataclasses.replace(CONFIGS["gemma3"], layers=3, global_every=None)}
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 24))
 
 
@@ -31,9 +34,9 @@ def torch():
     return torch
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=FORMS)
 def config(request):
-    return CONFIGS[request.param]
+    return FORMS[request.param]
 
 
 @pytest.fixture

@@ -29,8 +29,9 @@ class Gemma3Config(LlamaLike):
     family: Literal["gemma3"] = "gemma3"
     window: int
     """Keys that a query of most blocks sees, itself included. Raise it for more local attention; cost grows with it."""
-    global_every: int = 6
-    """Every so many blocks, one attends to everything. Lower it for more of those, whose cost grows with the length."""
+    global_every: int | None = 6
+    """Every so many blocks, one attends to everything; null for none. Lower it for more of those, whose cost grows with
+    the length."""
     query_scale: int
     """Scores are divided by the root of this. Leave it at head_dim, or set it to the value of an imported model."""
     local_rope_theta: float = 10_000.0
@@ -40,33 +41,39 @@ class Gemma3Config(LlamaLike):
 
     def __post_init__(self):
         LlamaLike.__post_init__(self)
-        if self.layers < self.global_every:
+        if self.layers < self.period:
             raise UserError(
                 "`layers` must be at least `global_every`, so that one of them attends to everything.",
                 seen=f"layers={self.layers}, global_every={self.global_every}",
                 where="model.layers",
-                fix=f"use {self.global_every} layers or more, or a smaller global_every",
+                fix=f"use {self.global_every} layers or more, or a smaller global_every, or null",
             )
+
+    @property
+    def period(self) -> int:
+        """Blocks in a group."""
+        return self.global_every or 1
 
     @property
     def first(self) -> int:
         """Blocks before the groups."""
-        return self.layers % self.global_every
+        return self.layers % self.period
 
     @property
     def stacked(self) -> int:
         """Groups of blocks."""
-        return self.layers // self.global_every
+        return self.layers // self.period
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """What each block's queries see."""
-        return tuple(None if (i + 1) % self.global_every == 0 else self.window for i in range(self.layers))
+        last = self.global_every or self.layers + 1
+        return tuple(None if (i + 1) % last == 0 else self.window for i in range(self.layers))
 
     def init(self, *, key, vocab_multiple: int = 1) -> "Gemma3":
         """The model with fresh parameters, its vocabulary padded to a multiple."""
         first_key, rest_key = jax.random.split(key)
-        plain = Llama.init(self, key=rest_key, vocab_multiple=vocab_multiple, block=Group.init, each=self.global_every)
+        plain = Llama.init(self, key=rest_key, vocab_multiple=vocab_multiple, block=Group.init, each=self.period)
         block = lambda key: Block.init(self, self.window, key=key)
         return Gemma3(
             embedding=plain.embedding,
@@ -125,7 +132,7 @@ class Group(eqx.Module):
 
     @staticmethod
     def init(config: Gemma3Config, *, key) -> "Group":
-        windows = config.windows[config.first : config.first + config.global_every]
+        windows = config.windows[config.first : config.first + config.period]
         keys = jax.random.split(key, len(windows))
         return Group(tuple(Block.init(config, window, key=own) for window, own in zip(windows, keys, strict=True)))
 

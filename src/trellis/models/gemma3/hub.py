@@ -28,8 +28,8 @@ def _keys(config: Gemma3Config) -> dict[str, Key]:
         **{path: key for path, key in _LLAMA.items() if ".block." not in path},
         **{f"first_layers.block.{path}": key for path, key in _BLOCK.items()},
         **{
-            f"layers.block.blocks.{i}.{path}": key._replace(first=config.first + i, step=config.global_every)
-            for i in range(config.global_every)
+            f"layers.block.blocks.{i}.{path}": key._replace(first=config.first + i, step=config.period)
+            for i in range(config.period)
             for path, key in _BLOCK.items()
         },
     }
@@ -44,7 +44,7 @@ def _to_hub(config: Gemma3Config, positions: int) -> dict:
         "rope_local_base_freq": config.local_rope_theta,
         "rope_parameters": {_NEAR: near, _FAR: whole["rope_parameters"]},
         "sliding_window": config.window,
-        "sliding_window_pattern": config.global_every,
+        "sliding_window_pattern": config.global_every or config.layers + 1,
         "layer_types": [_FAR if window is None else _NEAR for window in config.windows],
         "query_pre_attn_scalar": config.query_scale,
         "pad_token_id": None,  # else 0, whose row of the table transformers would not train
@@ -54,10 +54,10 @@ def _to_hub(config: Gemma3Config, positions: int) -> dict:
 def _from_hub(hub: Mapping) -> dict:
     layers, ropes = hub["num_hidden_layers"], hub.get("rope_parameters") or {}
     kinds = hub.get("layer_types") or _kinds(layers, hub.get("sliding_window_pattern", 6))
-    every = kinds.index(_FAR) + 1 if _FAR in kinds else layers + 1
-    if kinds != _kinds(layers, every) or every > layers:
+    every = kinds.index(_FAR) + 1 if _FAR in kinds else None
+    if kinds != _kinds(layers, every or layers + 1):
         raise UserError(
-            "One layer of a Gemma 3 must see everything, and then every so many layers one more.",
+            "If a layer of a Gemma 3 sees everything, so must every so many layers one more.",
             seen=f"layer_types: {', '.join(kinds)}",
             where="config.json",
             fix="use a model whose layers repeat",
