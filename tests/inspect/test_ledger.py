@@ -170,6 +170,32 @@ def test_a_loop_without_a_known_length_counts_a_turn():
     assert [row.kind for row in found] == ["all-reduce", "all-reduce", "all-gather"][: len(found)]
 
 
+def test_devices_tell_each_other_whether_an_example_of_a_mapped_loop_goes_on():
+    """JAX computes the condition of each example in the body, too, which then keeps those that are done."""
+    layout = tr.Layout(tr.make_mesh(jax.devices()[:4], data=2, model=2), compute={"batch": "data", "embed": "model"})
+    goes_on = lambda row: row.sum("embed") < 8
+    with layout:
+        x = tr.shard(tr.ones({"batch": 4, "embed": 2}), "compute")
+        found, compiled = {}, {}
+        for each in (tr.vmap, tr.map):
+            run = tr.named_jit(each(lambda row: tr.while_loop(goes_on, lambda row: row + 1, row), "batch"))
+            found[each] = ledger(run, x)
+            compiled[each] = collectives(run.lower(x).compile(), layout.mesh)
+        plain = ledger(
+            lambda x: jax.vmap(lambda x: lax.while_loop(lambda x: x.sum() < 8, lambda x: x + 1, x))(x.array), x
+        )
+    assert [(row.kind, row.axes, row.payload) for row in found[tr.vmap]] == [
+        ("all-reduce", ("model",), 8),
+        ("all-reduce", ("data",), 1),
+        ("all-reduce", ("model",), 8),
+    ]
+    assert {row.note for row in found[tr.vmap]} == {"once a turn of a while loop"}
+    assert [row.payload for row in found[tr.map]] == [16, 4]  # a gather, and the condition once
+    for each in found:
+        assert found[each].total() == compiled[each].total()
+    assert [(row.axes, row.payload) for row in plain if row.payload == 1] == [(("data",), 1)]
+
+
 def test_the_larger_branch_counts():
     def program(flag, x):
         one = lambda x: jax.reshard(jnp.sin(jax.reshard(x, P(None, None))), P("data", None))

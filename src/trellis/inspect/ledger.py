@@ -82,7 +82,7 @@ class _Rows:
     def operation(self, operation: Operation) -> Iterator[Row]:
         inside = [self.of(body) for body in operation.bodies]
         if operation.name == "while":
-            rows = [row for rows in inside for row in rows]
+            rows = [*self.condition(operation, inside[0]), *inside[1]]
             if self.load is None:
                 yield from (_noted(row, EACH_TURN) for row in rows)
             elif turns := turns_said(operation, self.load):
@@ -94,6 +94,14 @@ class _Rows:
             yield from inside[0]
         else:
             yield from self.moved(operation)
+
+    def condition(self, loop: Operation, rows: list[Row]) -> list[Row]:
+        """What the condition of a `while` loop moves. If it is one for each example, as a map makes it, JAX computes it
+        in the body, too, to keep the examples that are done as they are."""
+        if not loop.bodies[0].results[0].shape:
+            return rows
+        told = [self.row(one.move, one.aval, "", loop, "") for one in self.implied.states.ends(loop)]
+        return [*rows, *told, *rows]
 
     def moved(self, operation: Operation) -> Iterator[Row]:
         """What an operation with no others inside moves; by hand, each as written, but no empty arrays."""

@@ -25,7 +25,7 @@ from trellis.program.reshaping import RESHAPING
 from trellis.program.sizes import is_auto, num_bytes
 
 GUESS = "the compiler chooses"
-_LOOPS = {"igamma": 2, "igammac": 2, "igamma_grad_a": 2}  # how many each is
+_LOOPS = {"igamma": 2, "igammac": 2, "igamma_grad_a": 2}  # elementwise, but written as this many loops
 # Where no type says when sums are settled, compilers wait for these; and for a sum of two, if both are pending alike.
 _KEEPS_PENDING, _ADDS = {"reshard", "transpose", "squeeze", "reshape", "reduce_sum"}, {"add", "add_any"}
 CALLBACKS = {"pure_callback", "io_callback", "debug_callback", "debug_print"}
@@ -92,8 +92,8 @@ class States:
         together = name in _ADDS and len({state.pending for state in states}) == 1  # summed first, then over devices
         if is_auto(out.aval) and name not in _KEEPS_PENDING and not together:
             states = yield from self._summed(operation, states)
-        if name in _LOOPS:
-            yield from self._loops(_LOOPS[name], states)
+        for _ in range(_LOOPS.get(name, 0)):  # which end once no element on any device changes
+            yield from self._told(dict.fromkeys(axis for state in states for axis in state.sliced))
         if name in RESHAPING:
             yield from self._reshaping(operation, states)
             return
@@ -134,12 +134,17 @@ class States:
                 self.known[value] = state
         return after
 
-    def _loops(self, count: int, states: list[State]) -> Iterator[Implied]:
-        """An elementwise function that compilers write as loops: they end once no element on any device changes."""
-        if axes := self._real(dict.fromkeys(axis for state in states for axis in state.sliced)):
+    def ends(self, loop: Operation) -> Iterator[Implied]:
+        """What devices tell each other in each turn of a `while` loop whose condition a map made one for each example:
+        the loop goes on as long as one of them does."""
+        yield from self._told(self[loop.bodies[0].results[0]].sliced)
+
+    def _told(self, axes) -> Iterator[Implied]:
+        """Whether any device has something left to do, which all have to know before a loop ends."""
+        if axes := self._real(axes):
             flag, pending = jax.ShapeDtypeStruct((), bool), placed((), frozenset(axes))
             move = Move("all-reduce", axes, 1, wire_bytes("all-reduce", self._count(axes), 1))
-            yield from [Implied(move, flag, pending, placed(()), "once a turn of a while loop")] * count
+            yield Implied(move, flag, pending, placed(()), "once a turn of a while loop")
 
     def again(self, operation: Operation) -> bool:
         """Whether an earlier operation in the same frame had the same operands and parameters: XLA computes and moves a
