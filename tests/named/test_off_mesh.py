@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
+from trellis.inspect import collectives
 from trellis.mesh import MeshError
 
 KINDS = ["explicit", "auto"]
@@ -64,6 +65,21 @@ def test_gradients_of_a_batch_from_numpy(kind, maps):
         if kind == "explicit":
             assert tr.typeof(jax.grad(loss)(w, x)) == "f32[e/data=16 o=8]"
             assert tr.typeof(jax.grad(loss, 1)(w, x)).startswith("f32[b")
+
+
+def test_the_ledger_has_arguments_where_the_jitted_function_puts_them():
+    x, w = tr.named(np.ones((8, 4), np.float32), "batch embed"), tr.named(jnp.ones((4, 3)), "embed mlp")
+    gradient = tr.grad(lambda x, w: tr.square(tr.dot(x, w, over="embed")).sum(), (0, 1))
+    with _layout("explicit", compute={"batch": "data"}) as layout:
+        run = tr.named_jit(gradient)
+        found, plain = tr.ledger(run, x, w), tr.ledger(gradient, x, w)
+        compiled = collectives(run.lower(x, w).compile(), layout.mesh)
+        assert tr.typeof(run(x, w)[0]) == "f32[batch/data=8 embed=4]"
+        by_inputs = tr.ledger(tr.named_jit(gradient, inputs={"embed": "data"}), x, w)
+    assert [row.kind for row in found] == ["all-reduce"]
+    assert found.total() == compiled.total()
+    assert [row.kind for row in plain] == ["all-reduce", "all-gather"]  # a gradient is whole, like its array
+    assert "embed/data" in str(by_inputs)
 
 
 @pytest.mark.parametrize("jit", [jax.jit, tr.named_jit])

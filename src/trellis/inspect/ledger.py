@@ -28,7 +28,8 @@ def ledger(fn: Callable, *args, **kwargs) -> Ledger:
     Nothing is compiled and nothing runs. Give it a gradient or a whole train step to see all three.
 
     Args:
-        fn: any function of JAX, jitted or not.
+        fn: any function of JAX, jitted or not. Arguments that are on no mesh are placed as `named_jit` places them,
+            if it made the function; else they count as whole.
         *args, **kwargs: its arguments: arrays, named arrays, trees of them, or `jax.ShapeDtypeStruct`s with
             shardings. Leaves that are not arrays are passed as they are.
 

@@ -216,13 +216,13 @@ def named_jit(
     compiled = jax.jit(run, donate_argnums=donated, static_argnums=fixed or None, **options)
     named = _names_of(fn, donated)
 
-    def given(args, kwargs):
+    def given(args, kwargs, put=put):
         layout = current_layout()
         if layout is None:
             return args, kwargs
         mapped = _mapped(layout, "compute" if inputs is None else inputs)
-        args = tuple(a if i in fixed else _brought(a, mapped) for i, a in enumerate(args))
-        return args, _brought(kwargs, mapped)
+        args = tuple(a if i in fixed else _brought(a, mapped, put) for i, a in enumerate(args))
+        return args, _brought(kwargs, mapped, put)
 
     def using(use: Callable) -> Callable:
         @functools.wraps(fn)
@@ -275,8 +275,10 @@ def named_jit(
         return using(call)
 
     call = using(used)
-    for stage, use in (("lower", compiled.lower), ("trace", compiled.trace)):
-        setattr(call, stage, reading(use))
+    placed = functools.partial(given, put=_type_of)  # which `trellis.program.trace` asks for
+    stages = {"lower": reading(compiled.lower), "trace": reading(compiled.trace), "arguments_placed": placed}
+    for stage, use in stages.items():
+        setattr(call, stage, use)
     return call
 
 
@@ -325,7 +327,13 @@ def _memory(array: jax.Array) -> int:
     return (jax.random.key_data(array) if key else array).addressable_data(0).unsafe_buffer_pointer()
 
 
-def _brought(tree, layout: Layout):
+def _type_of(array, sharding: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:
+    """The type of an array that lies so; nothing is sent."""
+    known = jax.typeof(array)
+    return jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=sharding, weak_type=known.weak_type)
+
+
+def _brought(tree, layout: Layout, put: Callable):
     """The tree with arrays that are on no mesh placed as the layout says, before a program takes them.
 
     Raises:

@@ -40,7 +40,8 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] | None = Non
     If no mesh is in force (`with layout:`, `jax.set_mesh`), the arguments' own is used.
 
     Args:
-        fn: any function of JAX, jitted (with its donations) or not.
+        fn: any function of JAX, jitted (with its donations) or not. One that has `arguments_placed` says by it where
+            its arguments lie when it is called.
         *args, **kwargs: its arguments: arrays, named arrays, trees of them, or `jax.ShapeDtypeStruct`s with
             shardings. Leaves that are not arrays are passed as they are.
         kind_of: tells what an argument is, from the names on the way to it and the array. Without it types do: states
@@ -57,6 +58,8 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] | None = Non
             f"only a function can be traced, got {type(fn).__name__}, in trace: pass the function and then its "
             "arguments, as in ledger(loss, model, batch)"
         )
+    if (placed := getattr(fn, "arguments_placed", None)) is not None:
+        args, kwargs = placed(args, kwargs)
     kwargs = _in_order(fn, kwargs)
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
