@@ -125,6 +125,15 @@ def test_the_command(two, tmp_path, capsys):
     assert code == 2 and "no such folder" in err
 
 
+def test_a_run_without_a_step_is_left_out(two, tmp_path, capsys):
+    waiting = make(tmp_path / "waiting", rate=0.3, steps=0, tokens=100, seconds=1.0)
+    code, out, _ = trellis(capsys, "compare", two[0], waiting, two[1], "--page", tmp_path / "both.html")
+    assert code == 0 and out.startswith("waiting is left out: it has no step yet\n\nrun ")
+    assert "waiting" not in out[10:] and "waiting" not in (tmp_path / "both.html").read_text()
+    code, _, err = trellis(capsys, "compare", two[0], waiting)
+    assert code == 2 and "A run must have a step to be compared" in err
+
+
 def get(url: str) -> str:
     with urllib.request.urlopen(url) as answer:
         return answer.read().decode()

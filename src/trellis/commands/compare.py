@@ -21,6 +21,12 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.pages.read import read_folder
 
     runs = [read_folder(Path(folder)) for folder in args.folders]
+    begun = [run for run in runs if run.lines]
+    if len(begun) > 1:
+        for run in runs:
+            if not run.lines:
+                print(f"{run.name} is left out: it has no step yet\n")
+        runs = begun
     print(text(runs))
     write_whole(Path(args.page), page(runs))
     print(f"\npage     {args.page}")
