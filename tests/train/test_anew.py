@@ -1,4 +1,5 @@
-"""A run without a checkpoint starts over and says so, unless its checkpoints were finished: then they are missed."""
+"""A run without a checkpoint starts over and says so, unless its checkpoints were finished: then they are missed.
+One without metrics goes on and says so."""
 
 import dataclasses
 import io
@@ -53,6 +54,10 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tmp_path, mesh):
     assert error.value.where == str(tmp_path / "checkpoints")
     assert error.value.fix == "bring its checkpoints back, or start anew with another --run-dir"
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 5, "nothing is lost"
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics")
+    with pytest.raises(UserError, match="A run whose state was saved can continue only from a checkpoint"):
+        train(*toy(mesh, RUN), tmp_path, progress=Progress(8, stream=io.StringIO()))
+    (tmp_path / "metrics").rename(tmp_path / "metrics.jsonl")
     shutil.rmtree(tmp_path / "checkpoints")
     shutil.move(tmp_path / "elsewhere", tmp_path / "checkpoints")
     assert train(*toy(mesh, RUN), tmp_path, progress=Progress(8, stream=io.StringIO())).step == 8
@@ -75,3 +80,14 @@ def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_starts_over(t
     told = [f"starting over: {made} steps were made, and no checkpoint was finished" in s.getvalue() for s in shown]
     assert made > 0 and told == [False, True]
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_a_run_whose_metrics_are_gone_goes_on_and_says_so(tmp_path, mesh):
+    shown = [io.StringIO() for _ in range(3)]
+    for stream, until in zip(shown, (3, 5, 8), strict=True):
+        train(*toy(mesh, RUN), tmp_path, until=until, progress=Progress(8, stream=stream))
+        if until == 5:
+            (tmp_path / "metrics.jsonl").unlink()
+    told = [f"{tmp_path / 'metrics.jsonl'} has no line up to step 5: the curves" in s.getvalue() for s in shown]
+    assert told == [False, False, True]
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [6, 7, 8]

@@ -1,4 +1,4 @@
-"""A run that made steps before and has no checkpoint: whether it may start over, and what it says then."""
+"""A run that made steps before and lacks its checkpoints or its metrics: whether it may go on, and what it says then."""
 
 from pathlib import Path
 
@@ -16,9 +16,6 @@ def told_of_starting_over(folder: Path) -> str:
     Raises:
         UserError: checkpoints of the run were finished, and they are gone.
     """
-    lines = read_lines(folder / "metrics.jsonl")
-    if not lines:
-        return ""
     saved = last_saved(read_events(folder / "timeline.jsonl"))
     if saved is not None:
         raise UserError(
@@ -27,4 +24,13 @@ def told_of_starting_over(folder: Path) -> str:
             where=str((folder / "checkpoints").absolute()),
             fix="bring its checkpoints back, or start anew with another --run-dir",
         )
-    return f"starting over: {lines[-1]['step']:,} steps were made, and no checkpoint was finished"
+    lines = read_lines(folder / "metrics.jsonl")
+    return f"starting over: {lines[-1]['step']:,} steps were made, and no checkpoint was finished" if lines else ""
+
+
+def told_of_no_lines(folder: Path, step: int) -> str:
+    """A line about a run without a line of metrics that is resumed after a step; "" if it has some."""
+    path = folder / "metrics.jsonl"
+    if not step or read_lines(path):
+        return ""
+    return f"{path} has no line up to step {step:,}: the curves of this run begin after it"

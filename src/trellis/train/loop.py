@@ -19,7 +19,7 @@ from trellis.checkpoints.room import NoRoom
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
 from trellis.run.schema import plain
-from trellis.train.anew import told_of_starting_over
+from trellis.train.anew import told_of_no_lines, told_of_starting_over
 from trellis.train.assemble import Assembled
 from trellis.train.compilation import CompiledStep
 from trellis.train.distributed import is_first
@@ -195,6 +195,8 @@ class _Loop:
         self._progress = progress or Progress(run.steps, stop=self._stop)
         anew = "" if restored is not None else told_of_starting_over(self._folder)
         self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else anew)
+        if is_first():
+            self._note(told_of_no_lines(self._folder, start))
         del restored  # the step will donate its arrays
         self._not_finite, self._first = data.get("not_finite", (0, ""))
         self._timeline.add("resumed" if start else "started", start)
