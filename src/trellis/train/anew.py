@@ -1,4 +1,4 @@
-"""A run that made steps before and lacks its checkpoints or its metrics: whether it may go on, and what it says then."""
+"""A run that made steps before and lacks its checkpoints or its metrics: whether it may go on, and what it says."""
 
 from pathlib import Path
 
