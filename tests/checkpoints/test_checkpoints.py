@@ -185,6 +185,8 @@ def largest(folder):
         (lambda f: largest(f).write_bytes(largest(f).read_bytes()[:-1]), "were written"),
         (lambda f: largest(f).unlink(), "is missing"),
         (lambda f: (f / "manifest.json").write_text("{"), "JSONDecodeError"),
+        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json has changed since it was written (checksum)"),
+        (lambda f: (f / "manifest.json").write_text("0"), "manifest.json has changed since it was written (checksum)"),
         (
             lambda f: (f / "manifest.json").write_text(
                 (f / "manifest.json").read_text().replace('"step": 2', '"step": 9')
@@ -193,7 +195,16 @@ def largest(folder):
         ),
         (lambda f: shutil.copytree(f.with_name("step-00000001"), f, dirs_exist_ok=True), "is that of step-00000001"),
     ],
-    ids=["a bit", "cut short", "gone", "manifest cut", "manifest changed", "of another step"],
+    ids=[
+        "a bit",
+        "cut short",
+        "gone",
+        "manifest cut",
+        "manifest empty",
+        "manifest a number",
+        "manifest changed",
+        "of another step",
+    ],
 )
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path, wide, harm, words):
     state, lines = state_on(wide), []

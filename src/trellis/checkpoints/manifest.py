@@ -99,7 +99,7 @@ def read_manifest(folder: Path) -> dict:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        if manifest.pop("crc") != own_checksum(manifest):
+        if not isinstance(manifest, dict) or manifest.pop("crc", None) != own_checksum(manifest):
             raise DamagedCheckpoint(f"{path} has changed since it was written (checksum)")
         if manifest["format"] != _FORMAT:
             raise UserError(
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> dict:
                 fix="use the version that wrote it, or move the checkpoint away to continue after the one before it",
             )
         return manifest
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{path}: {type(error).__name__}: {error}") from error
 
 
