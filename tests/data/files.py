@@ -63,7 +63,7 @@ def as_tar(path, texts):
 
 def as_tar_of(path, members):
     with tarfile.open(path, "w") as tar:
-        for name, data in members.items():
+        for name, data in members.items() if isinstance(members, dict) else members:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))

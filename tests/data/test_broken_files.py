@@ -125,8 +125,20 @@ def test_csv_that_is_not_utf8(tmp_path):
     assert raised.value.seen == "byte 0xff"
 
 
-def test_members_of_a_tar_that_are_not_texts(tmp_path):
-    as_tar_of(tmp_path / "in.tar", {"0.txt": b"\xff\xff"})
-    with pytest.raises(UserError, match="The text files in a tar archive must be UTF-8") as raised:
+@pytest.mark.parametrize(
+    ("name", "data", "seen"),
+    [
+        ("1.txt", b"\xff", "file 1.txt: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        ("1.json", b"{", "file 1.json: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("0.txt", b"two", "two files 0.txt"),
+    ],
+)
+def test_files_of_a_tar_that_make_no_record(tmp_path, name, data, seen):
+    as_tar_of(tmp_path / "in.tar", [("0.txt", b"one"), (name, data), ("2.txt", b"three")])
+    with pytest.raises(UserError, match="Every document must be readable") as raised:
         tokens_of(tmp_path / "in.tar", tmp_path / "out")
-    assert raised.value.where.endswith("in.tar, member 0.txt")
+    assert raised.value.seen == seen
+    assert raised.value.where.endswith(f"in.tar, record {1 if name == '0.txt' else 2}")
+    store = tokens_of(tmp_path / "in.tar", tmp_path / "out", on_error="skip", restart=True)
+    kept = ["three"] if name == "0.txt" else ["one", "three"]
+    assert np.array_equal(store.tokens(0, store.num_tokens), stream(kept))

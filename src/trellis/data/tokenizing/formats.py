@@ -4,6 +4,7 @@ import codecs
 import collections
 import contextlib
 import io
+import itertools
 import json
 import os
 import tempfile
@@ -200,35 +201,11 @@ def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
     import tarfile
 
     def records(stream):
-        key: str | None = None
-        record: dict[str, Any] = {}
         raw = _Raw(stream)
         with tarfile.open(fileobj=raw, mode="r|") as tar:
-            for member in tar:
-                if not member.isfile():
-                    continue
-                folder, base = os.path.split(member.name)
-                stem, _, suffix = base.partition(".")
-                found = os.path.join(folder, stem)
-                if found != key:
-                    if record:
-                        yield record
-                    key, record = found, dict[str, Any](__key__=found)
-                data = tar.extractfile(member).read()
-                try:
-                    if suffix == "json":
-                        record |= json.loads(data)
-                    else:
-                        record[suffix] = data.decode() if suffix in ("txt", "text", "md") else data
-                except (ValueError, TypeError) as error:
-                    raise UserError(
-                        "The text files in a tar archive must be UTF-8, and its .json files valid JSON.",
-                        seen=error,
-                        where=f"{name}, member {member.name}",
-                        fix="fix the archive",
-                    ) from error
-        if record:
-            yield record
+            files = ((*_key_and_suffix(file.name), tar.extractfile(file).read()) for file in tar if file.isfile())
+            for key, of_record in itertools.groupby(files, key=lambda file: file[0]):
+                yield _tar_record(key, of_record)
         if not raw.is_zero_from(tar.offset):  # tarfile takes a damaged header for the end
             raise tarfile.ReadError(f"no end at byte {tar.offset:,}, after the last file that can be read")
 
@@ -243,6 +220,28 @@ def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
                 where=url,
                 fix="download the file again, or leave it out; keep archives apart that were joined",
             ) from error
+
+
+def _key_and_suffix(name):
+    folder, base = os.path.split(name)
+    stem, _, suffix = base.partition(".")
+    return os.path.join(folder, stem), suffix
+
+
+def _tar_record(key, files):
+    record, suffixes = dict[str, Any](__key__=key), set()
+    for _, suffix, data in files:
+        if suffix in suffixes:
+            return Unreadable(f"two files {key}.{suffix}")
+        suffixes.add(suffix)
+        try:
+            if suffix == "json":
+                record |= json.loads(data)
+            else:
+                record[suffix] = data.decode() if suffix in ("txt", "text", "md") else data
+        except (ValueError, TypeError) as error:
+            return Unreadable(f"file {key}.{suffix}: {error}")
+    return record
 
 
 class _Raw(io.RawIOBase):
