@@ -70,21 +70,21 @@ class Loader:
         self.close()
 
     def _run(self, step):
-        last = self._batches.num_steps
-        while True:
-            self._room.acquire()
-            if self._stop.is_set():
-                return
-            if last is not None and step >= last:
-                self._ready.put((step, None, None))
-                return
-            try:
-                batch = sharded(self._batches, step, self._sharding)
-            except BaseException as error:
-                self._ready.put((step, None, error))
-                return
-            self._ready.put((step, batch, None))
-            step += 1
+        try:
+            last = self._batches.num_steps
+            while self._has_room():
+                batch = None if last is not None and step >= last else sharded(self._batches, step, self._sharding)
+                self._ready.put((step, batch, None))
+                if batch is None:
+                    return
+                step += 1
+        except BaseException as error:
+            self._ready.put((step, None, error))
+
+    def _has_room(self):
+        """Waits for room for a batch; false if none is wanted any more."""
+        self._room.acquire()
+        return not self._stop.is_set()
 
 
 def rows_here(batches: Batches, step: int, sharding, shape: tuple[int, int]) -> dict[tuple[int, int], Batch]:
