@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.corpora import END, stream
-from tests.data.files import COMPRESSORS, TEXTS, WRITERS, as_parquet, as_tar_of, tokens_of
+from tests.data.files import COMPRESSORS, TEXTS, WRITERS, as_jsonl, as_parquet, as_tar_of, tokens_of
 from trellis.data import FileSource, Tokenizer, byte_tokenizer, find_files, open_store
 from trellis.data.tokenizing import formats
 from trellis.errors import UserError
@@ -158,6 +158,18 @@ def test_folders_patterns_and_lists(tmp_path):
     assert names(str(tmp_path / "**" / "*.txt")) == ["a.txt", "b/1.txt", "b/2.txt"]
     assert names([tmp_path / "b", tmp_path / "a.txt"]) == ["b/1.txt", "b/2.txt", "a.txt"]
     assert names(f"file://{tmp_path}/a.txt") == ["a.txt"]
+
+
+def test_a_store_in_a_folder_is_no_part_of_it(tmp_path):
+    """So a command that writes one there finds the same files when it is started again."""
+    as_jsonl(tmp_path / "1.jsonl", TEXTS)
+    first = tokens_of(tmp_path, tmp_path / "deep" / "out")
+    (tmp_path / "deep" / "zarr.json").write_text('{"text": "of another kind"}')
+    names = [file.name for file in find_files(tmp_path)]
+    assert names == [str(tmp_path / name) for name in ("1.jsonl", "deep/zarr.json")]
+    assert tokens_of(tmp_path / "*.jsonl", tmp_path / "deep" / "out").num_tokens == first.num_tokens
+    (tmp_path / "deep" / "zarr.json").unlink()
+    assert tokens_of(tmp_path, tmp_path / "deep" / "out").num_tokens == first.num_tokens
 
 
 def test_links_are_followed(tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from trellis.data.blocks import Block
 from trellis.data.storage import filesystem, is_remote, local_path, with_retries
+from trellis.data.store.store import FORMAT
 from trellis.data.tokenizing import formats
 from trellis.errors import UserError
 
@@ -129,7 +130,7 @@ class FileSource:
 def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> tuple[SourceFile, ...]:
     """The files of a path, a folder, a glob, or a list of those, local or remote, in sorted order within each.
 
-    Folders are searched to any depth, through links too; names that begin with a dot are left out.
+    Folders are searched to any depth, through links too; names that begin with a dot are left out, and stores.
 
     Raises:
         UserError: nothing is found, or the same file twice, or something that is no file, such as a pipe.
@@ -215,7 +216,10 @@ def _local(path):
 
 
 def _inside(path):
-    """The files of a folder. A folder that cannot be read is an error, and so is a link that leads back."""
+    """The files of a folder, without those of stores in it, such as the one that an interrupted command made of it.
+
+    A folder that cannot be read is an error, and so is a link that leads back.
+    """
 
     def refuse(error):
         raise error
@@ -223,9 +227,19 @@ def _inside(path):
     names, first = [], {}
     for folder, folders, files in os.walk(path, followlinks=True, onerror=refuse):
         _check_once(first, folder, os.path.realpath(folder))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and not _is_store(os.path.join(folder, name))
+        )
         names += [os.path.join(folder, name) for name in files if not name.startswith(".")]
     return names
+
+
+def _is_store(folder):
+    try:
+        with open(os.path.join(folder, "zarr.json"), "rb") as file:
+            return f'"{FORMAT}"'.encode() in file.read()
+    except OSError:
+        return False
 
 
 def _remote(url):
