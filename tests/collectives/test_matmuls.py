@@ -28,6 +28,9 @@ PRODUCTS = {
     "scatter positions": (matmul_scatter, "batch/x pos mlp/y", "mlp/y embed", "batch/x pos/y embed"),
     "reduce": (matmul_reduce, "batch/x mlp/y", "mlp/y embed", "batch/x embed"),
     "reduce by heads": (matmul_reduce, "heads batch/x mlp/y", "heads mlp/y embed", "heads batch/x embed"),
+    "gather a part": (gather_matmul, "batch embed/y pos/x", "pos/x embed mlp/y", "batch mlp/y +x"),
+    "scatter a part": (matmul_scatter, "batch pos mlp/y/x", "mlp/y/x embed", "batch pos/y embed +x"),
+    "reduce a part": (matmul_reduce, "batch mlp/x/y", "mlp/x/y embed", "batch embed +x"),
 }
 
 
@@ -46,15 +49,17 @@ def coded(mesh, text, scale=1.0):
 
 
 def program(verb, x, weight, result, ring):
-    def product(a: f32[x], b: f32[weight]) -> f32[result]:
-        return verb(f"{x}, {weight} -> {result}", a, b, ring=ring)
+    settled = result.removesuffix(" +x")
+
+    def product(a: f32[x], b: f32[weight]) -> f32[settled]:
+        return tr.reshard(f"{result} -> {settled}", verb(f"{x}, {weight} -> {result}", a, b, ring=ring))
 
     return tr.shard_map(product)
 
 
 def plain(x, weight, result):
     letters = {name: name[0] for name in SIZES}
-    names = lambda text: "".join(letters[word.split("/")[0]] for word in text.split())
+    names = lambda text: "".join(letters[word.split("/")[0]] for word in text.split() if word[0] != "+")
     return lambda a, b: jnp.einsum(f"{names(x)},{names(weight)}->{names(result)}", a, b)
 
 
@@ -65,7 +70,7 @@ def close(got, wanted):
 def check(mesh, which, ring):
     verb, *types = PRODUCTS[which]
     a, b = coded(mesh, types[0]), coded(mesh, types[1], 0.5)
-    weights = coded(mesh, types[2])
+    weights = coded(mesh, types[2].removesuffix(" +x"))
 
     def total(product, weights):
         return lambda a, b: jnp.sum(product(a, b) * weights)
@@ -204,6 +209,27 @@ BAD = [
         "matmul_scatter('batch/x mlp, mlp embed -> batch/x embed/y', ring=Ring('y')): write 'batch/x in/y, in/y out "
         "-> ...', so that each device has a partial sum",
     ),
+    (
+        (matmul_scatter, "batch mlp/y/x", "mlp/y/x embed", "batch embed/y"),
+        Ring(axis="y"),
+        "a sum over a sliced name must be marked as pending, got 'mlp/x' summed and no '+x' in the result, in "
+        "matmul_scatter('batch mlp/y/x, mlp/y/x embed -> batch embed/y', ring=Ring('y')): write '-> batch embed/y +x', "
+        'and settle it with reshard("batch embed/y +x -> batch embed/y", ...)',
+    ),
+    (
+        (matmul_scatter, "batch/x mlp/y", "mlp/y embed/x", "batch/x embed/y"),
+        Ring(axis="y"),
+        "a mesh axis can slice only one name in a product, got 'x' on 'batch' and on 'embed', where each device would "
+        "multiply blocks that do not match, in matmul_scatter('batch/x mlp/y, mlp/y embed/x -> batch/x embed/y', "
+        """ring=Ring('y')): gather one, as in reshard("mlp/y embed/x -> mlp/y embed ~x", ...)""",
+    ),
+    (
+        (gather_matmul, "batch/x pos/y embed", "embed mlp", "batch/x pos mlp"),
+        Ring(axis="y"),
+        "the ring's axis must slice the result, or all devices would compute the same, got 'batch/x pos mlp', in "
+        "gather_matmul('batch/x pos/y embed, embed mlp -> batch/x pos mlp', ring=Ring('y')): slice the second operand "
+        "over 'y', or gather the first with all_gather",
+    ),
 ]
 
 
@@ -221,7 +247,7 @@ def test_refused_before_anything_is_compiled(mesh, product, ring, message):
 
     ours.__annotations__["return"] = result_type
     a, b = (struct_shapes(f32[t], sizes, mesh) for t in (x, weight))
-    with pytest.raises(RingError) as caught:
+    with pytest.raises(tr.NotationError) as caught:
         jax.eval_shape(tr.shard_map(ours), a, b)
     assert message in told(caught, by_line=True)
 
@@ -252,3 +278,13 @@ def test_a_block_has_three_types(mesh):
     message = "a feed-forward block needs three types, of x, of the weights into it and of the weight out of it, got 1"
     with pytest.raises(RingError, match=message):
         feed_forward("batch embed", None, [], None, None, ring=Ring(axis="y"))
+
+
+def test_a_block_leaves_no_sum_pending(mesh):
+    def block(x: f32["batch embed/y"], w: f32["embed mlp/y/x"], out: f32["mlp/y/x embed"]) -> f32["batch embed/y"]:
+        return feed_forward("batch embed/y, embed mlp/y/x, mlp/y/x embed", x, [w], out, jnp.tanh, ring=Ring(axis="y"))
+
+    types = (struct_shapes(f32[t], SIZES, mesh) for t in ("batch embed/y", "embed mlp/y/x", "mlp/y/x embed"))
+    with pytest.raises(RingError) as caught:
+        jax.eval_shape(tr.shard_map(block), *types)
+    assert "a feed-forward block sums over names that its ring's axis alone slices, got 'mlp/y/x', in" in told(caught)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+import jax
+
 from trellis.collectives.matmuls import gather_matmul, matmul_scatter
 from trellis.mesh.ring import Ring, RingError
 from trellis.notation import parse
@@ -32,6 +34,14 @@ def feed_forward(text: str, x, into: Sequence, out, between: Callable, *, ring: 
     outer, inner, last = map(parse, parts)
     gathering, scattering = ring if isinstance(ring, tuple) else (ring, ring)
     hidden = [dim for dim in inner.dims if dim.name in last.names and dim.name not in outer.names]
+    summed = [(dim, gathering) for dim in outer.dims if dim.name in inner.names]
+    sizes = jax.sharding.get_abstract_mesh().shape
+    for dim, own in (*summed, *((dim, scattering) for dim in hidden)):
+        if any(axis != own.axis and sizes.get(axis, 1) > 1 for axis in dim.axes):
+            raise RingError(
+                f"a feed-forward block sums over names that its ring's axis alone slices, got '{dim}', in "
+                f"feed_forward('{text}'): write it as gather_matmul and matmul_scatter, whose results may be pending"
+            )
     # The name that the ring slices is whole between the two products, or summed away by the first.
     lead = [f"{dim.name}{''.join(f'/{a}' for a in dim.axes if a != gathering.axis)}" for dim in outer.dims]
     kept = [word for word, dim in zip(lead, outer.dims, strict=True) if dim.name not in inner.names]

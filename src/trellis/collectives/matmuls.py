@@ -9,18 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis.mesh.manual.einsum import parse_einsum
-from trellis.mesh.manual.ops import vary, varying_axes
+from trellis.mesh.manual.einsum import check_product, parse_einsum
+from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
 from trellis.mesh.manual.reshard import check_slice, known_axes
 from trellis.mesh.ring import Moved, Names, Ring, RingError, gather_products, scatter_products
-from trellis.notation import Shape
+from trellis.notation import Dim, Shape
 from trellis.notation.binding import bind_shape, live, partly_manual, real_axes
 
 
 def gather_matmul(text: str, x, *weights, ring: Ring):
     """A product with a gathered `x`, computed while its slices pass: all-gather and matmul in one.
 
-    The ring's axis slices one name of `x`, and that name is whole in the weight or in the result:
+    The ring's axis slices one name of `x`, and that name is whole in the weight or in the result. Along other mesh axes
+    it is each device's own product, as in `einsum`: a sum over a name that `z` slices leaves `+z` in the result.
 
     | text | is |
     |---|---|
@@ -41,6 +42,7 @@ def gather_matmul(text: str, x, *weights, ring: Ring):
 
     Raises:
         RingError: the text is no such product, the mesh has no such axis, or a size does not divide.
+        NotationError: along other mesh axes than the ring's it is no product that each device can do on its own.
     """
     call = _Call("gather_matmul", text, ring, (x, *weights))
     name = call.sliced(call.x, "the ring's axis must slice a name of the first operand")
@@ -48,13 +50,20 @@ def gather_matmul(text: str, x, *weights, ring: Ring):
         call.refuse(f"'{name}' must be whole in either the second operand or the result", f"'{call.result}'", _GATHER)
     if ring.axis in _axes_of(call.weight, name):
         call.refuse("the gathered name must be whole in the second operand", f"'{call.weight}'", _GATHER)
+    if ring.axis not in call.result.mesh_axes:
+        call.refuse(
+            "the ring's axis must slice the result, or all devices would compute the same",
+            f"'{call.result}'",
+            f"slice the second operand over '{ring.axis}', or gather the first with all_gather",
+        )
+    left = call.left(gathered=True)
     if call.size == 1:
         found = call.plain()
     else:
         moved = call.moved(name, call.arrays[0].shape[call.x.names.index(name)], call.x)
-        spec = _Spec(ring, moved, call.x.names, call.weight.names, call.result.names)
-        found = _gather_matmul(spec, *call.arrays)
-    return found[0] if len(weights) == 1 else list(found)
+        found = _gather_matmul(call.spec(moved), *call.arrays)
+    found = [mark_pending(each, left, call.result) for each in found]
+    return found[0] if len(weights) == 1 else found
 
 
 def matmul_scatter(text: str, x, weight, *, ring: Ring):
@@ -73,8 +82,9 @@ def matmul_scatter(text: str, x, weight, *, ring: Ring):
     call = _Call("matmul_scatter", text, ring, (x, weight))
     name = call.sliced(call.result, "the ring's axis must slice a name of the result")
     call.summed(name)
+    left = call.left()
     if call.size == 1:
-        return call.plain()[0]
+        return mark_pending(call.plain()[0], left, call.result)
     owner, array = (call.x, call.arrays[0]) if name in call.x.names else (call.weight, call.arrays[1])
     size = array.shape[owner.names.index(name)]
     if size % call.size:
@@ -84,7 +94,7 @@ def matmul_scatter(text: str, x, weight, *, ring: Ring):
             f"use a multiple of {call.size}",
         )
     moved = call.moved(name, size // call.size, call.result)
-    return _matmul_scatter(_Spec(ring, moved, call.x.names, call.weight.names, call.result.names), *call.arrays)
+    return mark_pending(_matmul_scatter(call.spec(moved), *call.arrays), left, call.result)
 
 
 def matmul_reduce(text: str, x, weight, *, ring: Ring):
@@ -100,8 +110,9 @@ def matmul_reduce(text: str, x, weight, *, ring: Ring):
             "the result cannot be sliced along the ring", f"'{call.result}'", "use matmul_scatter for a sliced result"
         )
     call.summed(None)
+    left = call.left()
     if call.size == 1:
-        return call.plain()[0]
+        return mark_pending(call.plain()[0], left, call.result)
     free = [n for n in call.weight.names if n in call.result.names]
     sizes = [call.arrays[1].shape[call.weight.names.index(n)] for n in free]
     name, size = next(((n, s) for n, s in zip(free, sizes, strict=True) if s % call.size == 0), (None, 0))
@@ -115,7 +126,7 @@ def matmul_reduce(text: str, x, weight, *, ring: Ring):
         rows = call.rows()
         call.check_chunks(rows, call.arrays[0].shape[call.x.names.index(rows)])
     moved = Moved(name, size // call.size, call.sliced_text(call.result, name))
-    return _matmul_reduce(_Spec(ring, moved, call.x.names, call.weight.names, call.result.names), *call.arrays)
+    return mark_pending(_matmul_reduce(call.spec(moved), *call.arrays), left, call.result)
 
 
 _GATHER = "write 'batch/x in/y, in out/y -> batch/x out/y' or 'batch/x pos/y in, in out/y -> batch/x pos out/y'"
@@ -157,9 +168,9 @@ class _Call:
         known_axes((*lefts, result), mesh, self.where)
         self.size = mesh.shape[ring.axis]
         for shape in (*lefts, result):
-            if shape.pending or shape.ellipsis or len(set(shape.names)) != len(shape.names):
+            if shape.ellipsis or (shape.pending and shape is not result):
                 self.refuse(
-                    "a product in a ring needs settled arrays with every dimension named once",
+                    "a product in a ring needs settled operands with every dimension named",
                     f"'{shape}'",
                     "settle it, or name it",
                 )
@@ -201,6 +212,30 @@ class _Call:
         for shape in (self.x, self.weight):
             if scattered in shape.names and self.ring.axis in _axes_of(shape, scattered):
                 self.refuse(f"the operands must be whole in '{scattered}' along the ring", f"'{shape}'", _SUM)
+
+    def left(self, *, gathered: bool = False) -> tuple[str, ...]:
+        """The mesh axes along which the result is pending: beside the ring's own, it is each device's own product.
+
+        Args:
+            gathered: whether the ring gathers the first operand; else it sums over a name of both.
+
+        Raises:
+            NotationError: as for an einsum.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        written = [real_axes(shape, mesh) for shape in (self.x, self.weight, self.result)]
+        x, weight, result = map(self.without_ring, written)
+        if gathered:  # the axis may slice other names of these
+            weight, result = written[1:]
+        return check_product([x, weight], result, self.where, written)
+
+    def without_ring(self, shape: Shape) -> Shape:
+        others = lambda axes: tuple(axis for axis in axes if axis != self.ring.axis)
+        dims = tuple(Dim(dim.name, others(dim.axes)) for dim in shape.dims)
+        return Shape(dims, shape.pending, others(shape.copied), shape.ellipsis)
+
+    def spec(self, moved: Moved) -> "_Spec":
+        return _Spec(self.ring, moved, self.x.names, self.weight.names, self.result.names)
 
     def rows(self) -> str | int:
         """The name that chunks are cut along: the weight, which has none of it, is whole for each."""

@@ -55,7 +55,7 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
     if mesh is not None:
         lefts, result = [real_axes(shape, mesh) for shape in lefts], real_axes(result, mesh)
         refuse_left((*lefts, result), where)
-    pending = _check(lefts, result, where)
+    pending = check_product(lefts, result, where)
     letters = _letters(tuple(lefts), result)
     product = functools.partial(jnp.einsum, letters, precision=precision, preferred_element_type=preferred_element_type)
     modes = {state_of(x).mode for x in arrays}
@@ -136,10 +136,15 @@ def parse_einsum(text: str, verb: str = "einsum") -> tuple[list[Shape], Shape]:
     return lefts, result
 
 
-def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
-    """Checks that devices can do the product on their own; gives the axes along which its result is pending."""
+def check_product(lefts: list[Shape], result: Shape, where: str, written: list[Shape] | None = None) -> tuple[str, ...]:
+    """Checks that devices can do the product on their own; gives the axes along which its result is pending.
+
+    Args:
+        written: the operands and the result as errors are to show them, if the text has mesh axes that are not checked.
+    """
+    *operands, shown = written or (*lefts, result)
     slices: dict[str | int, tuple[tuple[str, ...], Shape]] = {}
-    for shape in lefts:
+    for shape, said in zip(lefts, operands, strict=True):
         if shape.pending and len(lefts) > 1:
             settled = Shape(shape.dims, (), shape.copied, shape.ellipsis)
             raise NotationError(
@@ -147,13 +152,13 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
                 f'reshard("{shape} -> {settled}", ...) first'
             )
         for dim in shape.dims:
-            axes, first = slices.setdefault(dim.name, (dim.axes, shape))
+            axes, first = slices.setdefault(dim.name, (dim.axes, said))
             if axes != dim.axes:
                 raise NotationError(
                     f"a name must be sliced the same way in all operands, got '{Dim(dim.name, axes)}' and '{dim}', in "
-                    f"{where}: {_align(first, shape, dim.name)}"
+                    f"{where}: {_align(first, said, dim.name)}"
                 )
-    owner = one_axis_one_name(lefts, where)
+    owner = one_axis_one_name(lefts, where, operands)
     for shape in lefts:
         for axis in shape.copied:
             if axis not in owner:
@@ -177,8 +182,8 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
             f"the result of a product cannot be a copy, got '~{result.copied[0]}' on the right, in {where}: remove it"
         )
     if result.pending != pending:
-        right = Shape(result.dims, pending, (), result.ellipsis)
-        settled = Shape(result.dims, (), (), result.ellipsis)
+        right = Shape(shown.dims, pending, (), result.ellipsis)
+        settled = Shape(shown.dims, (), (), result.ellipsis)
         if set(result.pending) - set(pending):
             extra = sorted(set(result.pending) - set(pending))[0]
             raise NotationError(
@@ -200,10 +205,10 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
     return pending
 
 
-def one_axis_one_name(lefts: list[Shape], where: str) -> dict[str, str | int]:
+def one_axis_one_name(lefts: list[Shape], where: str, written: list[Shape] | None = None) -> dict[str, str | int]:
     """The one name that each mesh axis slices in an operation. NotationError: an axis slices two."""
     owner: dict[str, str | int] = {}
-    for shape in lefts:
+    for shape, said in zip(lefts, written or lefts, strict=True):
         for dim in shape.dims:
             for axis in dim.axes:
                 name = owner.setdefault(axis, dim.name)
@@ -211,7 +216,7 @@ def one_axis_one_name(lefts: list[Shape], where: str) -> dict[str, str | int]:
                     raise NotationError(
                         f"a mesh axis can slice only one name in a product, got '{axis}' on '{name}' and on "
                         f"'{dim.name}', where each device would multiply blocks that do not match, in {where}: gather "
-                        f'one, as in reshard("{shape} -> {_without(shape, axis)} ~{axis}", ...)'
+                        f'one, as in reshard("{said} -> {_without(said, axis)} ~{axis}", ...)'
                     )
     return owner
 
