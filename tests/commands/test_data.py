@@ -82,7 +82,9 @@ def test_a_text_that_changed_after_its_store_was_finished(tmp_path, capsys):
 def test_a_store_is_not_made_of_itself(tmp_path, capsys):
     (tmp_path / "in.txt").write_text("one")
     words = ["tokenize", str(tmp_path), "--out", str(tmp_path / "o"), "--bytes", "--workers", "0"]
-    assert main(words) == 0 and main(words) == 2
+    assert main(words) == 0 and main(words) == 0
+    assert open_store(tmp_path / "o").num_documents == 1
+    assert main(["tokenize", str(tmp_path / "o"), *words[2:]]) == 2
     assert "The files to tokenize must lie outside of the store." in capsys.readouterr().err
 
 
