@@ -287,7 +287,8 @@ def test_the_end_of_the_data(folder):
             "Sequence lengths must be a positive number, or pairs (first step, tokens) in order of steps, starting at "
             "step 0.",
         ),
-        ({"max_epochs": 0}, "`max_epochs` must be 1 or more."),
+        ({"max_epochs": 0}, "`max_epochs` must be a whole number of passes, 1 or more."),
+        ({"max_epochs": 1.5}, "`max_epochs` must be a whole number of passes, 1 or more."),
     ],
 )
 def test_wrong_options(folder, options, rule):
@@ -303,6 +304,15 @@ def test_a_step_is_a_whole_number(folder):
     assert batches.batch(np.int64(1)).tokens.tolist() == batches.batch(1).tokens.tolist()
     with pytest.raises(UserError, match="A step must be a whole number"):
         batches.batch(1.5)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 2, 2), slice(2, 0, -1), 1])
+def test_rows_of_a_batch_are_consecutive(folder, rows):
+    store, _ = store_of(folder, 1, 20)
+    batches = Batches(store, sequence_length=8, batch_size=4)
+    assert np.array_equal(batches.batch(0, slice(1, 3, 1)).tokens, batches.batch(0).tokens[1:3])
+    with pytest.raises(UserError, match="Rows of a batch must be a slice of consecutive ones"):
+        batches.batch(0, rows)
 
 
 def test_without_document_masks_a_row_is_one_text(folder):

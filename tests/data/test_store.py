@@ -9,6 +9,7 @@ import zarr
 
 from tests.data.corpora import SecondReader, make_store, random_texts, stream, tree
 from trellis.data import (
+    Batches,
     Tokenizer,
     byte_tokenizer,
     check_tokenizer,
@@ -188,6 +189,26 @@ def test_verify_finds_damaged_offsets(store, tmp_path):
     chunk.write_bytes(data)
     problems = [d.problem for d in find_damage(open_store(store.url, check=False))]
     assert "not an increasing sequence from 0" in problems
+
+
+@pytest.mark.parametrize(("offset", "value"), [(3, 1), (2, 1 << 40)])
+def test_offsets_that_cannot_be_are_noticed_without_checksums(store, tmp_path, offset, value):
+    path = tmp_path / "store" / "offsets" / "c" / "0"
+    data = np.frombuffer(path.read_bytes()[:-4], "<u8").copy()
+    data[offset] = value
+    path.write_bytes(data.tobytes() + path.read_bytes()[-4:])
+    with pytest.raises(UserError, match="A chunk of a token store must match its size and checksum") as raised:
+        Batches(open_store(store.url, check=False), sequence_length=8, batch_size=1, packing="best_fit")
+    assert raised.value.seen == f"no increasing numbers up to {store.num_tokens:,}"
+
+
+def test_verify_when_the_counts_are_too_small(store, tmp_path):
+    path = tmp_path / "store" / "zarr.json"
+    metadata = json.loads(path.read_text())
+    metadata["attributes"]["trellis"]["num_tokens"] -= 9
+    path.write_text(json.dumps(metadata))
+    assert "instead of" in next(iter(find_damage(open_store(store.url)))).problem
+    assert len(list(find_damage(open_store(store.url)))) == 1
 
 
 def test_a_model_with_too_few_ids(store):

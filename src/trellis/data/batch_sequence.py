@@ -113,8 +113,13 @@ class Batches:
         self.seed, self.data = seed, data
         self.sizes, self._pad_last = BatchSizes(batch_size, sequence_length), pad_last
         self._mask_documents = mask_documents
-        if max_epochs is not None and max_epochs < 1:
-            raise UserError("`max_epochs` must be 1 or more.", seen=max_epochs, where="max_epochs", fix="use 1 or more")
+        if max_epochs is not None and (not isinstance(max_epochs, (int, np.integer)) or max_epochs < 1):
+            raise UserError(
+                "`max_epochs` must be a whole number of passes, 1 or more.",
+                seen=max_epochs,
+                where="max_epochs",
+                fix="use 1 or more; a source of a `Mixture` may also have 1.5",
+            )
         options: dict[str, Any] = {"packing": packing, "shuffle": shuffle}
         if isinstance(shuffle, bool):
             options["shuffle"] = Shuffle() if shuffle else None
@@ -181,6 +186,13 @@ class Batches:
                 seen=f"step {step}, data for {last}",
                 where="batches",
                 fix="train for fewer steps, or allow more epochs",
+            )
+        if rows is not None and (not isinstance(rows, slice) or rows.step not in (None, 1)):
+            raise UserError(
+                "Rows of a batch must be a slice of consecutive ones.",
+                seen=rows,
+                where="batch",
+                fix="use slice(first, last + 1)",
             )
         at, pieces = self.sizes.places(step, rows)
         _, length = self.sizes.shape(step)

@@ -43,6 +43,7 @@ def find_damage(store: Store) -> Iterator[Damage]:
                 yield _damage(store, array, index, f"id {int(values.max())} in a vocabulary of {store.vocab_size}")
             if array.name in ("offsets", "files") and not broken & {array.name}:
                 if problem := _not_rising(store, array, index):
+                    broken.add(array.name)
                     yield Damage(f"{array.name}/c/{index}", problem)
     if not broken & {"offsets", "tokens"}:
         yield from _ends(store)

@@ -108,7 +108,15 @@ class Store(TokenStore):
         return values
 
     def offsets(self, start: int, stop: int) -> np.ndarray:
-        return self.arrays["offsets"].read(start, stop).astype(np.int64)
+        values = self.arrays["offsets"].read(start, stop).astype(np.int64)
+        if (np.diff(values) < 0).any() or (values.size and int(values[-1]) > self.num_tokens):
+            raise DamagedChunk(
+                f"{self.url}, offsets {start:,} to {stop:,}",
+                f"no increasing numbers up to {self.num_tokens:,}",
+                "offsets",
+                start // self.arrays["offsets"].chunk,
+            )
+        return values
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
         if not self.has_loss_mask:
