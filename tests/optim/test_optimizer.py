@@ -196,6 +196,37 @@ def test_muon_moves_matrices_by_orthogonal_ones():
         np.testing.assert_allclose(np.abs(updates[name].array), 1.0, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("names", "orthogonal"),
+    [
+        ("in out", True),
+        ("layers hidden mlp", True),
+        ("heads head_dim hidden", True),
+        ("heads head_dim", False),
+        ("hidden vocab", False),
+    ],
+)
+def test_muon_takes_two_sides_for_a_matrix_whatever_their_names(names, orthogonal):
+    shape = {"layers": 2, "in": 5, "hidden": 5, "out": 7, "mlp": 7, "vocab": 7, "heads": 2, "head_dim": 3}
+    gradient = jnp.asarray(np.random.default_rng(0).normal(size=[shape[n] for n in names.split()]), jnp.float32)
+    optimizer = make_optimizer(Muon(learning_rate=1.0, weight_decay=0.0), Constant(warmup_steps=0), steps=1)
+    params = {"w": named(jnp.zeros_like(gradient), names)}
+    updates, state = optimizer.update({"w": named(gradient, names)}, optimizer.init(params), params)
+    size = np.abs(np.asarray(updates["w"].array))
+    assert np.allclose(size, 1.0, atol=1e-3) != orthogonal, "Adam's first step has every element at about 1"
+    if orthogonal:
+        plain = {"w": gradient.reshape(-1, 5) if "heads" in names else gradient}
+        alone = optimizer.update(plain, optimizer.init(plain), plain)[0]["w"].reshape(gradient.shape)
+        np.testing.assert_allclose(updates["w"].array, alone, rtol=1e-5)
+
+
+def test_muon_refuses_a_weight_whose_sides_are_unknown():
+    optimizer = make_optimizer(Muon(learning_rate=1.0), Constant(warmup_steps=0), steps=1)
+    params = {"conv": named(jnp.ones((3, 4, 5)), "window in out")}
+    with pytest.raises(UserError, match=r"two sides(.|\n)*f32\[window=3 in=4 out=5\] at `conv`(.|\n)*optax.partition"):
+        optimizer.init(params)
+
+
 def test_learning_rate_is_the_one_that_was_used():
     _, state = run(AdamW(learning_rate=0.1), tree(0), range(1, 4))
     assert float(learning_rate(state)) == float(learning_rates(Cosine(warmup_steps=2), 0.1, 4)(2))

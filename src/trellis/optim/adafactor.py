@@ -35,9 +35,9 @@ class FactoredState(NamedTuple):
 def adafactor(config: Adafactor, vocab_size: int | None = None) -> optax.GradientTransformation:
     """Adafactor's direction, without the learning rate and weight decay.
 
-    A matrix is what Muon takes for one: `embed` against all else, or the first axis of a weight without it. What has
-    several side by side (`layers`, `experts`, `qkv`) is treated matrix by matrix, or vector by vector: each has second
-    moments of its own, and its update is clipped by its own root mean square. Vectors are not factored.
+    A matrix has the sides that it has for Muon (`trellis.optim.groups.sides`); if there are more, the first and all
+    else. What has several side by side (`layers`, `experts`, `qkv`) is treated matrix by matrix, or vector by vector:
+    each has second moments of its own, and its update is clipped by its own root mean square. Vectors are not factored.
 
     The state keeps the names of the axes that are left. Sums, unlike means, are the same however a vocabulary is
     padded, because padding has no gradient; so a state can be resumed with another padding.
@@ -123,9 +123,8 @@ def _clip_each(threshold: float, vocab_size: int | None) -> optax.GradientTransf
 
 def _matrix(p: Parameter, least: int, vocab_size: int | None) -> Any:
     """The axes of the two sides by which a parameter is factored, or None."""
-    first, rest = sides(p)
-    if not first:
-        first, rest = rest[:1], rest[1:]
+    first, *others = sides(p) or ((),)
+    rest = tuple(a for side in others for a in side)
     short = min(_length(p, side, vocab_size) for side in (first, rest)) < least
     return None if p.role not in (Role.WEIGHT, Role.TABLE) or not rest or short else (first, rest)
 

@@ -31,18 +31,26 @@ def moved(x: jax.Array, axes: Axes) -> jax.Array:
 
 # Axes that hold several matrices, or vectors, side by side: each is treated by itself.
 _SIDE_BY_SIDE = ("qkv",)
+# Axes that are one side together.
+_HEADS = ("heads", "kv_heads", "head_dim")
 
 
-def sides(p: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of a matrix's two sides: `embed` against all else, so that heads and their widths are one side together.
+def sides(p: Parameter) -> tuple[tuple[int, ...], ...]:
+    """The axes of the sides of a parameter: two sides of a matrix, one of a vector, none of a scalar.
 
+    The sides of a weight with `embed` are `embed` and all else. Those of a weight without it are its heads together
+    with their widths, and each other axis by itself, whatever its name; three or more do not say where a matrix is cut.
     The sides of a plain array are its last two axes. All other axes count matrices.
     """
     if not p.names:
-        last = tuple(range(p.ndim))[-2:]
-        return last[:1], last[1:]
+        return tuple((a,) for a in range(p.ndim)[-2:])
     axes = [a for a in range(p.counting, p.ndim) if p.names[a] not in _SIDE_BY_SIDE]
-    return tuple(a for a in axes if p.names[a] == "embed"), tuple(a for a in axes if p.names[a] != "embed")
+    whole = [a for a in axes if p.names[a] == "embed"]
+    found: dict[str, tuple[int, ...]] = {"embed": tuple(whole)} if whole else {}
+    for a in (a for a in axes if a not in whole):
+        side = "else" if whole else "heads" if p.names[a] in _HEADS else p.names[a]
+        found[side] = (*found.get(side, ()), a)
+    return tuple(found.values())
 
 
 def by_group(

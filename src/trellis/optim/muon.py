@@ -9,15 +9,23 @@ import optax
 from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from trellis.errors import UserError
 from trellis.mesh.route import Axes
 from trellis.nn.parameters import Parameter, Role
+from trellis.notation import typeof
 from trellis.notation.state import state_of
 from trellis.optim.config import Muon
 from trellis.optim.groups import by_group, label, moved, sides
 
+# What DeepSeek's up-projections have in place of `embed`.
+_LATENTS = ("q_latent", "kv_latent")
+
 
 def muon(config: Muon) -> optax.GradientTransformation:
     """Muon's direction for matrices, Adam's for all else: vectors, tables and the unembedding.
+
+    A matrix is a weight of two sides (`trellis.optim.groups.sides`): `embed` and all else, or without it two axes of
+    any names, of which heads and their widths count as one. Adam has DeepSeek's up-projections from latents.
 
     Neither includes the learning rate or weight decay.
 
@@ -28,6 +36,9 @@ def muon(config: Muon) -> optax.GradientTransformation:
     Args:
         config: the rule.
 
+    Raises:
+        UserError: a weight has more than two sides.
+
     Source:
         Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/; the scale of updates after Liu et al., 2025,
         arXiv:2502.16982.
@@ -37,17 +48,28 @@ def muon(config: Muon) -> optax.GradientTransformation:
         optax.trace(config.beta, nesterov=config.nesterov), _orthogonalize(config.iterations, config.update_rms)
     )
 
-    def is_muons(p: Parameter) -> bool:
-        return p.role == Role.WEIGHT and "vocab" not in p.names and all(sides(p))
+    return by_group(lambda p: "muon" if _is_matrix(p) else "adam", {"muon": matrices, "adam": adam})
 
-    return by_group(lambda p: "muon" if is_muons(p) else "adam", {"muon": matrices, "adam": adam})
+
+def _is_matrix(p: Parameter) -> bool:
+    is_up = "embed" not in p.names and any(name in _LATENTS for name in p.names)
+    if p.role != Role.WEIGHT or "vocab" in p.names or is_up:
+        return False
+    if len(sides(p)) > 2:
+        raise UserError(
+            "A matrix has two sides for Muon: `embed` and all else, or two axes, heads and their widths being one.",
+            seen=f"{typeof(p.leaf)} at `{p.path}`",
+            where="the tree given to the optimizer",
+            fix="name the width of the model `embed`, or give the weight to another rule with optax.partition",
+        )
+    return len(sides(p)) == 2
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sides:
     """The result of `sides`, as a leaf of a tree."""
 
-    axes: tuple[tuple[int, ...], tuple[int, ...]]
+    axes: tuple[tuple[int, ...], ...]
 
 
 def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransformation:
@@ -57,7 +79,7 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
     stack = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     rule = scale_by_muon(ns_steps=iterations, beta=0.0, nesterov=False, weight_dimension_numbers=stack)
 
-    def one(update: jax.Array, sides: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+    def one(update: jax.Array, sides: tuple[tuple[int, ...], ...]) -> jax.Array:
         many = tuple(a for a in range(update.ndim) if a not in sides[0] + sides[1])
         order = many + sides[0] + sides[1]
         rows, columns = (math.prod(update.shape[a] for a in side) for side in sides)
