@@ -64,13 +64,14 @@ def _by_factors(exponent: float, least: int, vocab_size: int | None) -> optax.Gr
     """Divides gradients by the roots of their second moments."""
 
     def fresh(p: Parameter) -> Any:
-        zeros = lambda gone: _rewrap(p, jnp.zeros_like(jax.eval_shape(lambda x: jnp.sum(x, gone), _array(p))), gone)
+        like = lambda gone: jax.eval_shape(lambda x: jnp.sum(x.real, gone), _array(p))
+        zeros = lambda gone: _rewrap(p, jnp.zeros_like(like(gone)), gone)
         found = _matrix(p, least, vocab_size)
         return zeros(()) if found is None else Factors(zeros(found[1]), zeros(found[0]))
 
     def divided(p: Parameter, kept: Any, decay: jax.Array) -> tuple[Any, Any]:
         gradient = _array(p)
-        squares = jnp.square(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))) + _EPSILON
+        squares = _squared(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))) + _EPSILON
 
         def average(before: Any, gone: tuple[int, ...]) -> tuple[jax.Array, Any]:
             old = before.array if is_named(before) else before
@@ -81,7 +82,7 @@ def _by_factors(exponent: float, least: int, vocab_size: int | None) -> optax.Gr
 
         if not isinstance(kept, Factors):
             new, kept = average(kept, ())
-            scale = new**-0.5
+            update = gradient * new**-0.5
         else:
             first, rest = _matrix(p, least, vocab_size)
             rows, kept_rows = average(kept.rows, rest)
@@ -89,8 +90,10 @@ def _by_factors(exponent: float, least: int, vocab_size: int | None) -> optax.Gr
             kept = Factors(kept_rows, kept_columns)
             # rows * columns / sum(rows), neither of whose parts is too small for float32; the padding of rows cancels.
             mean = jnp.mean(rows, first, keepdims=True)
-            scale = (rows / mean) ** -0.5 * (columns / math.prod(gradient.shape[a] for a in first)) ** -0.5
-        return _rewrap(p, (gradient * scale).astype(gradient.dtype)), kept
+            # One after the other: XLA squares the scale of a constant gradient, which both together are too large for.
+            update = gradient * (rows / mean) ** -0.5
+            update = update * (columns / math.prod(gradient.shape[a] for a in first)) ** -0.5
+        return _rewrap(p, update.astype(gradient.dtype)), kept
 
     def init(params: Any) -> FactoredState:
         return FactoredState(jnp.int32(0), with_leaves(params, map(fresh, parameters(params))))
@@ -112,13 +115,18 @@ def _clip_each(threshold: float, vocab_size: int | None) -> optax.GradientTransf
     def one(p: Parameter) -> jax.Array:
         update, axes = _array(p), tuple(a for side in sides(p) for a in side)
         # Padding has no gradient, so it adds nothing to the sum.
-        mean = jnp.sum(jnp.square(update), axes, keepdims=True) / _length(p, axes, vocab_size)
+        mean = jnp.sum(_squared(update), axes, keepdims=True) / _length(p, axes, vocab_size)
         return update / jnp.maximum(1.0, jnp.sqrt(mean) / threshold)
 
     def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
         return label(updates, one), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _squared(x: jax.Array) -> jax.Array:
+    """The squares of magnitudes, which of complex numbers are real."""
+    return jnp.square(jnp.abs(x) if jnp.iscomplexobj(x) else x)
 
 
 def _matrix(p: Parameter, least: int, vocab_size: int | None) -> Any:
