@@ -227,6 +227,30 @@ def test_muon_refuses_a_weight_whose_sides_are_unknown():
         optimizer.init(params)
 
 
+@pytest.mark.parametrize("config", RULES, ids=lambda rule: rule.kind)
+def test_float16_is_as_float32(config):
+    """Gradients of a thousandth to a millionth, whose squares float16 does not have."""
+    optimizer = make_optimizer(config, Constant(warmup_steps=0), steps=2, clip_norm=1e-6)
+    random = np.random.default_rng(0)
+    made = [(random.normal(size=(16, 8)) * size).astype(np.float16) for size in (1.0, np.logspace(-6, -3, 8))]
+
+    def steps(dtype):
+        params, gradients = (
+            {"w": named(jnp.asarray(x, dtype), "embed mlp"), "v": named(jnp.asarray(x[0], dtype), "mlp")} for x in made
+        )
+        state = optimizer.init(params)
+        kept = [x.dtype for x in jax.tree.leaves(state)]
+        for _ in range(2):
+            updates, state = optimizer.update(gradients, state, params)
+        assert [x.dtype for x in jax.tree.leaves(state)] == kept and jnp.float16 not in kept
+        return updates
+
+    for name, update in steps(jnp.float16).items():
+        assert update.dtype == jnp.float16
+        wanted = np.asarray(steps(jnp.float32)[name].array)
+        np.testing.assert_allclose(update.array, wanted, rtol=0.05, atol=2e-3 * np.abs(wanted).max())
+
+
 def test_learning_rate_is_the_one_that_was_used():
     _, state = run(AdamW(learning_rate=0.1), tree(0), range(1, 4))
     assert float(learning_rate(state)) == float(learning_rates(Cosine(warmup_steps=2), 0.1, 4)(2))

@@ -35,8 +35,8 @@ class Precision:
     """
 
     params: DType = "float32"
-    """Type of parameters and optimizer state. Choose bfloat16 if they do not fit otherwise; small updates are then
-    lost, unless updates=random."""
+    """Type of parameters and optimizer state; of float16 parameters the state is float32, since squares of gradients
+    would be zero. Choose bfloat16 if they do not fit otherwise; small updates are then lost, unless updates=random."""
     updates: Literal["nearest", "random"] = "nearest"
     """How updated parameters are rounded to a type below float32: to the nearest number, or to one of two neighbours
     at random, without bias. Choose random with params=bfloat16, so that small updates add up."""

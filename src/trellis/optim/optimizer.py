@@ -35,6 +35,9 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """The optimizer of a run, for a tree of plain or named arrays under any sharding.
 
+    What it keeps has the types of the parameters, but float32 for those in float16: squares of gradients below 2e-4
+    would be zero in it. Such gradients are computed with in float32, too.
+
     Args:
         config: the update rule.
         schedule: the learning rate over the run, relative to `config.learning_rate`.
@@ -56,12 +59,24 @@ def make_optimizer(
         _scale_by(rates),
     )
 
+    def init(params: Any) -> Any:
+        return rule.init(_without_float16(params))
+
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         # Optax mixes integer counts with floats, which JAX refuses under strict promotion.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return rule.update(updates, state, params)
+            new, state = rule.update(_without_float16(updates), state, _without_float16(params))
+        return jax.tree.map(lambda u, p: u.astype(p.dtype) if _is_float16(p) else u, new, params), state
 
-    return optax.GradientTransformation(rule.init, update)
+    return optax.GradientTransformation(init, update)
+
+
+def _is_float16(x: Any) -> bool:
+    return x.dtype == jnp.float16
+
+
+def _without_float16(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if _is_float16(x) else x, tree)
 
 
 def _direction(config: Optimizer, vocab_size: int | None) -> optax.GradientTransformation:
