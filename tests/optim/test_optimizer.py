@@ -251,6 +251,22 @@ def test_float16_is_as_float32(config):
         np.testing.assert_allclose(update.array, wanted, rtol=0.05, atol=2e-3 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("config", RULES, ids=lambda rule: rule.kind)
+@pytest.mark.parametrize(
+    ("leaf", "seen"), [(np.int32(3), r"i32\[\] at `n`"), (0.5, "0.5 at `n`"), (jax.random.key(0), r"key\[\] at `n`")]
+)
+def test_what_is_no_array_of_floats_is_refused(config, leaf, seen):
+    optimizer = make_optimizer(config, Constant(warmup_steps=0), steps=1)
+    with pytest.raises(UserError, match=rf"arrays of floats\.\n  seen:  {seen}\n(.|\n)*with None in its place"):
+        optimizer.init({"w": jnp.ones((4, 3)), "n": leaf})
+
+
+@pytest.mark.parametrize("config", RULES, ids=lambda rule: rule.kind)
+def test_a_tree_without_parameters(config):
+    optimizer = make_optimizer(config, Constant(warmup_steps=0), steps=1)
+    assert optimizer.update({"n": None}, optimizer.init({"n": None}), {"n": None})[0] == {"n": None}
+
+
 def test_learning_rate_is_the_one_that_was_used():
     _, state = run(AdamW(learning_rate=0.1), tree(0), range(1, 4))
     assert float(learning_rate(state)) == float(learning_rates(Cosine(warmup_steps=2), 0.1, 4)(2))

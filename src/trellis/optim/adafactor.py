@@ -103,7 +103,7 @@ def _by_factors(exponent: float, least: int, vocab_size: int | None) -> optax.Gr
         decay = 1.0 - count.astype(jnp.float32) ** -exponent
         kept = jax.tree.leaves(state.squares, is_leaf=lambda x: isinstance(x, Factors) or is_named(x))
         done = [divided(p, x, decay) for p, x in zip(parameters(updates), kept, strict=True)]
-        new, kept = (with_leaves(updates, part) for part in zip(*done))
+        new, kept = (with_leaves(updates, [each[i] for each in done]) for i in range(2))
         return new, FactoredState(count, kept)
 
     return optax.GradientTransformation(init, update)

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trellis.nn.parameters import Parameter
+from trellis.errors import UserError
+from trellis.nn.parameters import Parameter, parameters
+from trellis.notation import typeof
 from trellis.optim.adafactor import adafactor
 from trellis.optim.config import Adafactor, AdamW, Lion, Muon, Optimizer, Schedule
 from trellis.optim.groups import decayed
@@ -49,6 +51,9 @@ def make_optimizer(
 
     Returns:
         An Optax transformation. `learning_rate` reads the last step's learning rate from its state.
+
+    Raises:
+        UserError: by `init`, if a parameter is not an array of floats.
     """
     direction = _direction(config, vocab_size)
     rates = learning_rates(schedule, config.learning_rate, steps)
@@ -60,6 +65,8 @@ def make_optimizer(
     )
 
     def init(params: Any) -> Any:
+        for p in parameters(params):
+            _check_floats(p)
         return rule.init(_without_float16(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -77,6 +84,19 @@ def _is_float16(x: Any) -> bool:
 
 def _without_float16(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if _is_float16(x) else x, tree)
+
+
+def _check_floats(p: Parameter) -> None:
+    """Refuses a parameter that no gradient moves."""
+    is_array = hasattr(p.leaf, "dtype")
+    if not is_array or not jnp.issubdtype(p.leaf.dtype, jnp.inexact):
+        raise UserError(
+            "The parameters of an optimizer are arrays of floats.",
+            seen=f"{typeof(p.leaf) if is_array else repr(p.leaf)} at `{p.path}`",
+            where="the tree given to `init`",
+            fix="make a number an array of floats; leave out what is not learned, with None in its place, "
+            "as in eqx.filter(model, eqx.is_inexact_array)",
+        )
 
 
 def _direction(config: Optimizer, vocab_size: int | None) -> optax.GradientTransformation:
