@@ -73,6 +73,10 @@ FAMILIES = {
     "deepseek_v3": dataclasses.replace(
         CONFIGS["deepseek_v3"], routing=Routing(scores="sigmoid", groups=4, groups_per_token=2, scale=2.5)
     ),
+    # Queries from the stream, beside a latent that no heads slice.
+    "deepseek_v3_queries": dataclasses.replace(
+        CONFIGS["deepseek_v3"], q_latent=None, routing=Routing(scores="sigmoid", scale=2.5)
+    ),
     # Pairs of layers, and a load-balancing loss that goes through stages.
     "gpt_oss": dataclasses.replace(
         CONFIGS["gpt_oss"], layers=4, routing=Routing(balance=0.1, balance_over="sequence", z_loss=0.01)
@@ -85,7 +89,7 @@ FAMILIES = {
 }
 # As many layers as they need to be in stages; elsewhere a pair, or one layer of each kind. That a stack has more than
 # one layer is held by the other families.
-SHALLOW = {"deepseek_v3": 2, "gemma3": 3, "gpt_oss": 2, "gpt2": 2}
+SHALLOW = {"deepseek_v3": 2, "deepseek_v3_queries": 2, "gemma3": 3, "gpt_oss": 2, "gpt2": 2}
 # Layouts on which `test_steps.py` holds the gradients of all families but the two that follow, beside their curves.
 IN_STEPS = {"data", "fsdp", "fsdp_tensor", "sequence", "hybrid"}
 OTHERS = {*LAYOUTS} - IN_STEPS
@@ -100,6 +104,7 @@ FEWER = {
     "qwen3": OTHERS,
     "olmo2": {"fsdp", "sequence", "tensor", "pipeline", "overlap, context"},
     "gemma3": {"fsdp_tensor", "sequence", "ring", "exchange", "pipeline"},
+    "deepseek_v3_queries": {"overlap"},
     "mixtral": {"ring, exchange", "pipeline", "overlap"},
     "gpt2": OTHERS - {"exchange", "ring, gather, heads"},
     "gptj": OTHERS - {"gather", "ring, exchange", "overlap, context"},

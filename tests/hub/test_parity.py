@@ -16,7 +16,10 @@ from trellis.named import einsum, named
 from trellis.nn.parameters import parameters
 
 # Forms of a family that differ in what parameters there are, beside those that all tests take.
-FORMS = CONFIGS | {"gemma3_near": dataclasses.replace(CONFIGS["gemma3"], layers=3, global_every=None)}
+FORMS = CONFIGS | {
+    "gemma3_near": dataclasses.replace(CONFIGS["gemma3"], layers=3, global_every=None),
+    "deepseek_v3_queries": dataclasses.replace(CONFIGS["deepseek_v3"], q_latent=None, dense_layers=0, layers=2),
+}
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 24))
 
 

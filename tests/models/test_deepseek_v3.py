@@ -69,8 +69,8 @@ def test_stages_share_the_mixtures():
     [
         (
             {"dense_layers": 3},
-            "`dense_layers` must be less than `layers`, so that some blocks have experts.\n  seen:  dense_layers=3, "
-            "layers=3",
+            "`dense_layers` must be 0 or more and less than `layers`, so that some blocks have experts.\n"
+            "  seen:  dense_layers=3, layers=3",
         ),
         (
             {"rope_dim": 5},
@@ -88,7 +88,7 @@ def test_refused_sizes(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"q_lora_rank": None}, "A DeepSeek-V3 must make its queries from a latent.\n  seen:  q_lora_rank: null"),
+        ({"n_shared_experts": 0}, "A model's sizes must be positive.\n  seen:  shared_mlp=0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "stored in bfloat16, float16 or float32.\n  seen:  quanti"),
         ({"rope_interleave": False}, "A deepseek_v3 must have rope_interleave True here."),
         ({"n_group": ...}, "seen:  no n_group"),

@@ -41,7 +41,7 @@ RoutingField = Annotated[Routing, "How experts are picked and weighed, kept even
 
 
 # Fields that may be 0, which turns them off.
-_FROM_ZERO = ("dropout",)
+_FROM_ZERO = ("dropout", "dense_layers")
 
 
 def check_sizes(config) -> None:

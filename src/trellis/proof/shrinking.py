@@ -121,7 +121,8 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
         sizes |= {"head_dim": min(model.head_dim, HEAD_DIM), "kv_heads": kv_heads}
     elif has("rope_dim"):
         sizes |= {name: min(getattr(model, name), most) for name, most in LATENT.items()}
-        sizes |= {"q_latent": min(model.q_latent, embed), "kv_latent": min(model.kv_latent, embed)}
+        latents = ("q_latent", "kv_latent") if model.q_latent is not None else ("kv_latent",)
+        sizes |= {name: min(getattr(model, name), embed) for name in latents}
         sizes |= {name: min(getattr(model, name), MLP) for name in ("dense_mlp", "shared_mlp")}
     else:
         each = min(model.embed // model.heads, HEAD_DIM)

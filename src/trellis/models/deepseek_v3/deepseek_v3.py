@@ -54,11 +54,12 @@ class DeepseekV3Config:
     embed: fields.Embed
     layers: fields.Layers
     dense_layers: int
-    """How many of the first blocks have a feed-forward block instead of experts. Leave it at a few: the first blocks
-    are the hardest to route evenly."""
+    """How many of the first blocks have a feed-forward block instead of experts. Leave it at a few, or 0: the first
+    blocks are the hardest to route evenly."""
     heads: fields.Heads
-    q_latent: int
-    """Width that a token's queries are made from. Lower it for fewer parameters in attention."""
+    q_latent: int | None
+    """Width that a token's queries are made from; null makes them from the stream. Lower it for fewer parameters in
+    attention."""
     kv_latent: int
     """Width that a token's keys and values are made from. Lower it for fewer parameters in attention."""
     nope_dim: int
@@ -94,9 +95,9 @@ class DeepseekV3Config:
                 where="model.rope_dim",
                 fix=f"use an even size, {self.rope_dim + 1} for example",
             )
-        if self.dense_layers >= self.layers:
+        if not 0 <= self.dense_layers < self.layers:
             raise UserError(
-                "`dense_layers` must be less than `layers`, so that some blocks have experts.",
+                "`dense_layers` must be 0 or more and less than `layers`, so that some blocks have experts.",
                 seen=f"dense_layers={self.dense_layers}, layers={self.layers}",
                 where="model.dense_layers",
                 fix=f"use {self.layers - 1} at most",
@@ -123,10 +124,11 @@ class DeepseekV3Config:
         embed, deviation = Axis("embed", self.embed), self.embed**-0.5
         keys = jax.random.split(key, 4)
         first, rest = Axis("dense_layers", self.dense_layers), Axis("layers", self.stacked)
+        dense = lambda key: DenseBlock.init(self, key=key)
         block = lambda key: Block.init(self, key=key, attention=Attention.init)
         return DeepseekV3(
             embedding=normal(keys[0], (vocab, embed), deviation=deviation if self.tie_embeddings else 1.0),
-            first_layers=Stacked.init(lambda key: DenseBlock.init(self, key=key), first, key=keys[1]),
+            first_layers=Stacked.init(dense, first, key=keys[1]) if self.dense_layers else None,
             layers=Stacked.init(block, rest, key=keys[2]),
             norm=RMSNorm.init(embed, self.norm_eps),
             head=None if self.tie_embeddings else normal(keys[3], (vocab, embed), deviation=deviation),
@@ -137,12 +139,12 @@ class DeepseekV3Config:
 class Attention(eqx.Module):
     """Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1).
 
-    Queries are made from one latent, keys and values from another. Positions rotate a part of queries and keys; all
-    heads share that of keys.
+    Queries are made from one latent (or from the stream, by `q_up` alone), keys and values from another. Positions
+    rotate a part of queries and keys; all heads share that of keys.
     """
 
-    q_down: Weight
-    q_norm: RMSNorm
+    q_down: Weight | None
+    q_norm: RMSNorm | None
     q_up: Weight
     kv_down: Weight
     kv_norm: RMSNorm
@@ -152,7 +154,9 @@ class Attention(eqx.Module):
 
     @staticmethod
     def init(config: DeepseekV3Config, *, key) -> "Attention":
-        embed, q_latent, kv_latent = (Axis(n, getattr(config, n)) for n in ("embed", "q_latent", "kv_latent"))
+        embed, kv_latent = Axis("embed", config.embed), Axis("kv_latent", config.kv_latent)
+        q_latent = None if config.q_latent is None else Axis("q_latent", config.q_latent)
+        source = q_latent or embed
         heads, kv_heads = Axis("heads", config.heads), Axis("kv_heads", config.heads)
         head_dim, value_dim = Axis("head_dim", config.head_dim), Axis("value_dim", config.value_dim)
         keys = jax.random.split(key, 5)
@@ -161,9 +165,9 @@ class Attention(eqx.Module):
         grown = isinstance(config.rope_scaling, YarnScaling)
         growth = config.rope_scaling.growth(config.rope_scaling.mscale_all_dim) if grown else 1.0
         return Attention(
-            q_down=weight(keys[0], (embed, q_latent), over="embed"),
-            q_norm=RMSNorm.init(q_latent, LATENT_EPS),
-            q_up=weight(keys[1], (q_latent, heads, head_dim), over="q_latent"),
+            q_down=weight(keys[0], (embed, q_latent), over="embed") if q_latent else None,
+            q_norm=RMSNorm.init(q_latent, LATENT_EPS) if q_latent else None,
+            q_up=weight(keys[1], (source, heads, head_dim), over=source.name),
             kv_down=weight(keys[2], (embed, latents), over="embed"),
             kv_norm=RMSNorm.init(kv_latent, LATENT_EPS),
             kv_up=weight(keys[3], (kv_latent, kv_heads, both), over="kv_latent"),
@@ -176,9 +180,7 @@ class Attention(eqx.Module):
     def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
         rope_dim = rope[0].shape["head_dim"]
         nope_dim, kv_latent = self.q_up.shape["head_dim"] - rope_dim, self.kv_norm.scale.shape["kv_latent"]
-        q, kv = dot_each(x, (self.q_down, self.kv_down), over="embed")
-        q, kv = save(q, "latents"), save(kv, "latents")
-        q = einsum("batch pos q_latent, q_latent heads head_dim -> batch pos heads head_dim", self.q_norm(q), self.q_up)
+        q, kv = self._started(x)
         plain, turned = split(q, "head_dim", [nope_dim, rope_dim])
         q = save(concatenate([plain, rotate(turned, rope, pairs=True)], "head_dim"), "query")
 
@@ -196,6 +198,17 @@ class Attention(eqx.Module):
         k, v = k.rename(pos="key_pos"), v.rename(pos="key_pos")
         out = attention(q, k, v, segment_ids=segment_ids, scale=self.scale, save_name="attention")
         return einsum("batch pos heads value_dim, heads value_dim embed -> batch pos embed", out, self.out)
+
+    def _started(self, x: NamedArray) -> tuple[NamedArray, NamedArray]:
+        """Queries, and the latent of keys and values."""
+        if self.q_down is None or self.q_norm is None:
+            # Two products: one leads to heads, which wants all positions of the heads' devices, the other does not.
+            q = einsum("batch pos embed, embed heads head_dim -> batch pos heads head_dim", x, self.q_up)
+            return q, save(einsum("batch pos embed, embed latents -> batch pos latents", x, self.kv_down), "latents")
+        q, kv = dot_each(x, (self.q_down, self.kv_down), over="embed")
+        q, kv = save(q, "latents"), save(kv, "latents")
+        q = einsum("batch pos q_latent, q_latent heads head_dim -> batch pos heads head_dim", self.q_norm(q), self.q_up)
+        return q, kv
 
 
 class DenseBlock(eqx.Module):
@@ -224,7 +237,7 @@ class DeepseekV3(eqx.Module):
     """The model: tokens to hidden states, and what is measured of the routing; the loss multiplies by `unembedding`."""
 
     embedding: Table
-    first_layers: Stacked
+    first_layers: Stacked | None
     layers: Stacked
     norm: RMSNorm
     head: Weight | None
@@ -240,7 +253,8 @@ class DeepseekV3(eqx.Module):
     ) -> Output:
         """Tokens to hidden states: see `LanguageModel`."""
         x, _, shared = self.start(tokens, segment_ids, positions, key)
-        x = self.first_layers.fold(x, *shared, policy=policy)
+        if self.first_layers is not None:
+            x = self.first_layers.fold(x, *shared, policy=policy)
         return self.routed(x, shared, ones(tokens.axes) if counted is None else counted, ahead, policy)
 
     def start(self, tokens: NamedArray, segment_ids=None, positions=None, key=None):

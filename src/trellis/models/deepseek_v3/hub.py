@@ -24,6 +24,7 @@ _BLOCK = {
     "attention.out": Key(f"{_ATTENTION}.o_proj.weight", "embed (heads value_dim)"),
     "mlp_norm.scale": Key(f"{_LAYER}.post_attention_layernorm.weight", "embed"),
 }
+_QUERIES = Key(f"{_ATTENTION}.q_proj.weight", "(heads head_dim) embed")  # of models without a latent for them
 _DENSE = {f"mlp.{name}": KEYS[f"layers.block.mlp.{name}"] for name in ("gate", "up", "down")}
 _MIXTURE = {
     "mlp.router": Key(f"{_MLP}.gate.weight", "routes embed"),
@@ -38,12 +39,11 @@ _MIXTURE = {
 
 
 def _keys(config: DeepseekV3Config) -> dict[str, Key]:
+    block = _BLOCK if config.q_latent is not None else _BLOCK | {"attention.q_up": _QUERIES}
     return {
         **{path: key for path, key in KEYS.items() if ".block." not in path},
-        **{f"first_layers.block.{path}": key for path, key in (_BLOCK | _DENSE).items()},
-        **{
-            f"layers.block.{path}": key._replace(first=config.dense_layers) for path, key in (_BLOCK | _MIXTURE).items()
-        },
+        **{f"first_layers.block.{path}": key for path, key in (block | _DENSE).items()},
+        **{f"layers.block.{path}": key._replace(first=config.dense_layers) for path, key in (block | _MIXTURE).items()},
     }
 
 
@@ -88,13 +88,6 @@ def _to_hub(config: DeepseekV3Config, positions: int) -> dict:
 
 
 def _from_hub(hub: Mapping) -> dict:
-    if hub["q_lora_rank"] is None:
-        raise UserError(
-            "A DeepSeek-V3 must make its queries from a latent.",
-            seen="q_lora_rank: null",
-            where="config.json",
-            fix="use a model whose queries are compressed",
-        )
     shared = from_hub(hub)
     for name in ("kv_heads", "head_dim"):
         del shared[name]
