@@ -168,6 +168,32 @@ def test_roles():
     assert [found[o] for o in named(program, "reshard") if o.operands[0].shape] == ["weights", "gradients"]
 
 
+def test_weights_are_still_weights_where_rows_of_them_are_picked():
+    """By numbers that the program knows, as uneven stages of a pipeline pick their layers."""
+    rows = np.array([0, 2, 2, 1])
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ jax.reshard(w.take(rows, axis=0), P(None, None))))
+
+    w = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(MESH, P(None, "data")))
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(MESH, P("data", None)))
+    program = trace(jax.grad(loss), w, x)
+    found = roles(program)
+    gathers = [o for o in named(program, "reshard") if o.direction == "forward" and o.operands[0].shape == (4, 8)]
+    assert [found[o] for o in gathers] == ["weights"]
+
+
+def test_what_a_loop_carries_is_of_parameters_only_if_it_stays_so():
+    def turns(w, x):
+        passed = lax.scan(lambda w, _: (w * 2, None), w, length=3)[0]
+        mixed = lax.scan(lambda w, x: (w + x, w), w, x)
+        return passed, mixed
+
+    program = trace(turns, jnp.ones(4), jnp.ones((3, 4)))
+    passed, (mixed, stack) = program.results[0], program.results[1:]
+    assert passed in of_parameters(program) and not {mixed, stack} & of_parameters(program)
+
+
 def test_a_call_reads_an_argument_that_it_gets_twice_once():
     program = trace(lambda x: jax.jit(lambda a, b: jnp.sin(a) * jnp.cos(b))(x, x), jnp.ones(1024))
     (piece,) = work(program)

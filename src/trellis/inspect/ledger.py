@@ -14,7 +14,7 @@ from trellis.inspect.moved import Moved
 from trellis.inspect.rows import EACH_TURN, Ledger, Row
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_wrong, trace
-from trellis.program.flow import Parameters, added_at, constants, repeats, roles
+from trellis.program.flow import Parameters, added_at, awaited, constants, repeats, roles
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied
@@ -76,6 +76,7 @@ class _Rows:
     def __init__(self, program: Program, load: float | None):
         self.sizes, self.implied, self.roles, self.load = program.mesh, Moved(program), roles(program), load
         self.parameters, self.repeats, self.constants = Parameters(program), repeats(program), constants(program)
+        self.awaited = awaited(program)
 
     def of(self, body: Body) -> list[Row]:
         return [row for operation in body.operations for row in self.operation(operation)]
@@ -143,6 +144,7 @@ class _Rows:
             number=operation.number,
             made=made_at(operation),
             read=read_at(operation),
+            awaited=operation in self.awaited,
         )
 
 

@@ -46,6 +46,7 @@ class Row:
         added: the number of the operation that adds what it brings to others, if nothing else reads it; else -1.
         number, made, read: the numbers of its operation, of that which makes what it moves, and of the first that reads
             what comes.
+        awaited: whether layers wait for what comes, although they do not read it: a fence has it beside what they read.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Row:
     number: int = dataclasses.field(default=-1, compare=False, repr=False)
     made: int = dataclasses.field(default=-1, compare=False, repr=False)
     read: int = dataclasses.field(default=-1, compare=False, repr=False)
+    awaited: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @property
     def axis(self) -> str:

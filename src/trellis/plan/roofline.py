@@ -293,14 +293,14 @@ def times(
     in_turns = _hidden_in_turns(each_line, moves, covers, loops)
     moved = []
     for row, line in sorted(moves, key=lambda pair: (not pair[0].ring, -pair[1].seconds)):
-        role, where = row.role, _pass(line)
+        where = _pass(line)
         hidden = 0.0
         if row.ring and chip.kind != "cpu":
             hidden = min(line.seconds, beside[line.where, line.source], room[where])
             beside[line.where, line.source] -= hidden
         elif id(row) in in_turns:
             hidden = min(in_turns[id(row)], room[where])
-        elif _covered(role, covers):
+        elif _covered(row, covers):
             hidden = min(line.seconds, room[where])
         elif row.parts > 1 and chip.kind == "gpu":  # one part's exchange has nothing left beside it
             hidden = min(line.seconds * (1 - 1 / row.parts), room[where])
@@ -323,9 +323,10 @@ def times(
     )
 
 
-def _covered(role: str, covers: Collection[str]) -> bool:
+def _covered(row: Row, covers: Collection[str]) -> bool:
     """Whether the compiler runs what moves beside computation."""
-    return (role == "weights" and "gathers" in covers) or (role == "gradients" and "reductions" in covers)
+    reduced = row.role == "gradients" and not row.awaited
+    return (row.role == "weights" and "gathers" in covers) or (reduced and "reductions" in covers)
 
 
 def _hidden_in_turns(
@@ -336,11 +337,11 @@ def _hidden_in_turns(
     hidden: dict[int, float] = {}
     for turns in loops:
         here = [(row, line.seconds / turns.times) for (row, line), home in zip(moves, homes) if home is turns]
-        beside = [(row, seconds) for row, seconds in here if _covered(row.role, covers)]
+        beside = [(row, seconds) for row, seconds in here if _covered(row, covers)]
         if not beside:
             continue
         busy = [(line.order, line.seconds / turns.times) for line in computed if line.order in turns and not line.moves]
-        busy += [(row.number, seconds) for row, seconds in here if not (row.ring or _covered(row.role, covers))]
+        busy += [(row.number, seconds) for row, seconds in here if not (row.ring or _covered(row, covers))]
         sent = [Sent(id(row), seconds, row.made, row.read, row.role == "weights") for row, seconds in beside]
         waited = waits(busy, sent)
         hidden |= {each.key: max(each.seconds - waited[each.key], 0.0) * turns.times for each in sent}

@@ -25,27 +25,67 @@ _KEEPS_ZEROS = VIEWS | MOVES | PARTS | _ADDS | {"broadcast_in_dim", "sub", "neg"
 
 
 def of_parameters(program: Program) -> set[Value]:
-    """The values that are made of parameters alone: casts of weights, and weights that were gathered."""
-    kinds = (argument.kind for argument in program.arguments)
-    found = {value for value, kind in zip(program.inputs, kinds) if kind == "parameters"}
+    """The values made of parameters alone, and of constants: casts of weights, and weights that were gathered."""
+    found, known = _parameters(program), constants(program)
 
     def read(body: Body) -> None:
         for operation in body.operations:
-            inputs = _read(operation)
             if not operation.bodies:
-                if inputs and found.issuperset(inputs):
+                if _all_in(found, known, operation):
                     found.update(operation.results)
                 continue
             for inner in operation.bodies:
-                found.update(value for value, outer in operation.entering(inner) if outer in found)
-                read(inner)
+                enter(operation, inner)
             made = operation.bodies[operation.name == "while" :]
             for each in zip(operation.results, *(inner.results for inner in made)):
                 if found.issuperset(each[1:]):
                     found.add(each[0])
 
+    def enter(operation: Operation, body: Body) -> None:
+        """What a loop carries is made of parameters if it is at first, and still is after a turn."""
+        first, count = operation.carries
+        assumed = {inner for inner, outer in operation.entering(body) if outer in found}
+        carried = [*zip(body.inputs[first : first + count], body.results)] if body is operation.bodies[-1] else []
+        while True:
+            found.update(assumed)
+            read(body)
+            if not (wrong := {inner for inner, after in carried if inner in assumed and after not in found}):
+                return
+            assumed -= wrong
+            for inside in body.walk():
+                found.difference_update(inside.results, *(inner.inputs for inner in inside.bodies))
+            found.difference_update(wrong)
+
     read(program)
     return found
+
+
+def weights_in_use(program: Program) -> set[Value]:
+    """The values made of parameters alone of which each element is one of a parameter's, rounded or not: no products or
+    sums of them."""
+    alone, found = of_parameters(program), _parameters(program)
+
+    def read(body: Body) -> None:
+        for operation in body.operations:
+            for inner in operation.bodies:
+                found.update(value for value, outer in operation.entering(inner) if outer in found)
+                read(inner)
+                found.update(outer for outer, value in zip(operation.results, inner.results) if value in found)
+            if not operation.bodies and not _mixes(operation) and not found.isdisjoint(operation.inputs):
+                found.update(alone.intersection(operation.results))
+
+    read(program)
+    return found & alone
+
+
+def _parameters(program: Program) -> set[Value]:
+    return {value for value, given in zip(program.inputs, program.arguments) if given.kind == "parameters"}
+
+
+def _mixes(operation: Operation) -> bool:
+    """Whether an element of the results is made of several of an operand; a lookup takes it as it is."""
+    name = operation.name
+    return name not in VIEWS | MOVES and name != "gather" and name.startswith(_MIXING)
 
 
 def differentiated(program: Program) -> set[Value]:
@@ -79,6 +119,7 @@ def constants(program: Program) -> set[Value]:
                 found.update(v for v, outer in operation.entering(inner) if v.fixed and constant(outer))
                 read(inner)
             own = operation.name == "axis_index" or "callback" in operation.name or operation.equation.effects
+            found.update(filter(constant, operation.inputs))
             if not operation.bodies and not own and all(map(constant, operation.operands)):
                 found.update(operation.results)
 
@@ -92,13 +133,37 @@ def roles(program: Program) -> dict[Operation, str]:
     A gather of what is made of parameters alone moves weights; a reduction in the backward pass whose result no layer
     reads moves gradients.
     """
-    weights, found = of_parameters(program), {}
+    weights, known, read = of_parameters(program), constants(program), _computed_with(program, together=False)
+
+    def role(operation: Operation) -> str:
+        if _all_in(weights, known, operation):
+            return "weights"
+        return "gradients" if operation.direction == "backward" and operation not in read else "activations"
+
+    return {operation: role(operation) for operation in program.walk()}
+
+
+def awaited(program: Program) -> set[Operation]:
+    """The operations whose first result no layer reads, but a fence beside what layers read: these wait for it."""
+    return _computed_with(program, together=True) - _computed_with(program, together=False)
+
+
+def _computed_with(program: Program, together: bool) -> set[Operation]:
+    """The operations whose first result a loop or a branch computes with, or its next turn.
+
+    Args:
+        program: any.
+        together: whether a fence makes no result before it has all operands.
+    """
+    found: set[Operation] = set()
 
     def read(body: Body, wanted: set[Value]) -> None:
         """`wanted`: results that the next turn of a loop, or the program around, computes with."""
         needed = set(wanted)
         for operation in reversed(body.operations):
-            if operation.bodies or not needed.isdisjoint(operation.results):
+            if not together and operation.name == "optimization_barrier":
+                needed.update(v for v, same in zip(operation.operands, operation.results) if same in needed)
+            elif operation.bodies or not needed.isdisjoint(operation.results):
                 needed.update(operation.inputs)
         for operation in body.operations:
             for inner in operation.bodies:
@@ -108,13 +173,8 @@ def roles(program: Program) -> dict[Operation, str]:
                     else _carried_whole(operation, inner)
                 )
                 read(inner, {value for value, mark in zip(inner.results, marks) if mark})
-            inputs = _read(operation)
-            if inputs and weights.issuperset(inputs):
-                found[operation] = "weights"
-            elif operation.direction == "backward" and needed.isdisjoint(operation.results[:1]):
-                found[operation] = "gradients"
-            else:
-                found[operation] = "activations"
+            if not needed.isdisjoint(operation.results[:1]):
+                found.add(operation)
 
     read(program, set())
     return found
@@ -214,6 +274,12 @@ def _scans_around(operation: Operation) -> Iterator[tuple[Frame, int]]:
 def _read(operation: Operation) -> list[Value]:
     """The values that results are made of; for a part that is picked, not its position."""
     return [v for v in operation.operands[:1] if v.literal is None] if operation.name in PARTS else operation.inputs
+
+
+def _all_in(found: set[Value], known: set[Value], operation: Operation) -> bool:
+    """Whether an operation reads nothing but these values, and constants beside them."""
+    inputs = [value for value in _read(operation) if value not in known]
+    return bool(inputs) and found.issuperset(inputs)
 
 
 def _carried_whole(loop: Operation, body: Body) -> list[bool]:
