@@ -122,3 +122,41 @@ def test_manual_sums_by_name_become_pending():
 
     with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):
         np.testing.assert_array_equal(total(np.ones((8, 4), np.float32)), np.full(4, 8.0))
+
+
+USES = {
+    "call": lambda fn, *args: tr.named_jit(fn)(*args),
+    "lower": lambda fn, *args: tr.named_jit(fn).lower(*args),
+    "ledger": tr.ledger,
+    "memory": tr.memory,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_jax_refuses_of_plain_arrays_in_slices_is_told_wherever_a_program_is_read(use):
+    ones, axes = jnp.ones((1, 1, 4, 4)), ("NHWC", "HWIO", "NHWC")
+    convolved = lambda x: jax.lax.conv_general_dilated(x.array, ones, (1, 1), "SAME", dimension_numbers=axes)
+    summed = lambda x: jax.ops.segment_sum(x.array, jnp.arange(2), num_segments=3)
+    with tr.Layout(tr.make_mesh(data=2, model=4), compute={"batch": "data", "chan": "model"}):
+        x = tr.shard(tr.ones({"batch": 2, "h": 2, "w": 2, "chan": 4}), "compute")
+        for fn in (convolved, summed):
+            with pytest.raises(
+                MeshError, match=r"knows how the result is sliced.*in test_errors_tell.py:\d+: use named"
+            ):
+                USES[use](fn, x)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_jax_refuses_of_a_backward_rule_is_told_wherever_a_program_is_read(use):
+    product = jax.custom_vjp(lambda x, w: x @ w)
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+    @tr.shard_map
+    def unsummed(x: tr.f32["batch/data in"], w: tr.f32["in out"]) -> tr.f32["batch/data out"]:
+        return product(x, w)
+
+    mesh = tr.make_mesh(data=8)
+    with jax.set_mesh(mesh):
+        x, w = jnp.ones((8, 2), out_sharding=jax.P("data")), jnp.ones((2, 2), out_sharding=jax.P())
+        with pytest.raises(TypeMismatch, match=r"return jax.lax.psum\(gradient, \('data',\)\)"):
+            USES[use](jax.grad(lambda w, x: unsummed(x, w).sum()), w, x)

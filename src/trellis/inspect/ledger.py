@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from trellis.inspect.apart import made_at, read_at
 from trellis.inspect.moved import Moved
 from trellis.inspect.rows import EACH_TURN, Ledger, Row
+from trellis.named.refusals import jaxs_in_our_words
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_wrong, trace
 from trellis.program.flow import Parameters, added_at, awaited, constants, repeats, roles
@@ -41,8 +42,12 @@ def ledger(fn: Callable, *args, **kwargs) -> Ledger:
     Raises:
         PendingSumError: a sum that is settled in a loop is made pending again there, which compilers get wrong.
         UserError: a gradient of windows over slices that compilers get wrong, too.
+        MeshError, TypeMismatch: JAX's types refuse what the function does with plain arrays in slices, or a rule for
+            derivatives.
     """
-    return ledger_of(trace(fn, *args, **kwargs))
+    with jaxs_in_our_words(getattr(fn, "__name__", "the function"), "ledger"):
+        program = trace(fn, *args, **kwargs)
+    return ledger_of(program)
 
 
 def ledger_of(program: Program, load: float | None = None, *, refuse: bool = True) -> Ledger:

@@ -6,6 +6,7 @@ for the backward pass by the names that `save` gave. The compiler's own count st
 
 import collections
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from trellis.figures.text import aligned
 from trellis.inspect.buffers import KINDS, Buffer
 from trellis.inspect.compiled import CompiledMemory, compiled_memory
 from trellis.inspect.timeline import highest_point
+from trellis.named.refusals import jaxs_in_our_words
 from trellis.program import Program, trace
 from trellis.program.sizes import local_bytes, typed
 from trellis.program.trace import mesh_in_force, mesh_of, word_of
@@ -204,11 +206,14 @@ def memory(
             are the optimizer's, other floating-point arrays in the first argument are parameters (the optimizer's, too,
             if derivatives are made of another of their shape and not of them), and everything else is the batch.
     """
-    held = memory_of(trace(fn, *args, kind_of=kind_of, **kwargs))
+    words = functools.partial(jaxs_in_our_words, getattr(fn, "__name__", "the function"), "memory")
+    with words():
+        program = trace(fn, *args, kind_of=kind_of, **kwargs)
+    held = memory_of(program)
     if not compile:
         return held
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
-    with mesh_in_force(mesh_of((args, kwargs))):
+    with words(), mesh_in_force(mesh_of((args, kwargs))):
         counted = compiled_memory(jitted.lower(*args, **kwargs).compile())
     return dataclasses.replace(held, compiled=counted)
 

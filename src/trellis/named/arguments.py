@@ -111,6 +111,7 @@ def unplaced(error: Exception) -> str | None:
         differ = [line.strip() for line in rest if "@" in line]
         return f"{said.rstrip('.:')}: {differ[0]}" if differ else None
     known = said.startswith(("Resource axis", "scan body function", "Mapped away dimension"))
+    known |= said.startswith("Incompatible types for broadcasting") and "@" in said
     return said.rstrip(".:") if known or refuses_slices(error) else None
 
 

@@ -1,22 +1,18 @@
 """`grad` and `value_and_grad` of functions that give a named scalar."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from trellis.mesh.manual.refusals import raise_of_gradient
 from trellis.named.arguments import function_of, shown
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import NamesError
 from trellis.named.operand import no_copies
 from trellis.named.placing import of_each_device
-from trellis.notation import TypeMismatch, typeof
-
-# The mesh axes of a dimension, as JAX writes a type.
-_SLICES = re.compile(r"@(\([^)]*\)|\w+)")
+from trellis.named.refusals import raise_of_derivatives
+from trellis.notation import typeof
 
 
 def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
@@ -63,8 +59,7 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
         try:
             (value, aux), gradients = differentiated(*_of_each_device(args, argnums), **kwargs)
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise_of_gradient(error, _name_of(fn))
-            _raise_of_a_rule(error, _name_of(fn))
+            raise_of_derivatives(error, _name_of(fn))
             raise
         value = NamedArray(value, ()) if names.pop() else value
         return ((value, aux) if has_aux else value), gradients
@@ -124,39 +119,6 @@ def _seen(value: Any) -> str:
 
 def _name_of(fn: Callable) -> str:
     return getattr(fn, "__name__", "the function")
-
-
-# What JAX says of a rule of one's own, a `custom_vjp`'s and a `custom_jvp`'s; and what the rule is to be.
-_RULES = {
-    r"rule produced an output of type (?P<given>\S+) corresponding to an input of type (?P<wanted>\S+)": (
-        "a custom backward rule must return each gradient sharded like its argument, got {given} for an argument of "
-        "{wanted}",
-        "gradient",
-    ),
-    r"rule must produce primal and tangent outputs .*?Expected (?P<wanted>\S+) .*? got (?P<given>\S+)": (
-        "a custom forward rule must return each tangent sharded like its result, got {given} for a result of {wanted}",
-        "tangent",
-    ),
-}
-
-
-def _raise_of_a_rule(error: Exception, name: str) -> None:
-    """Puts JAX's error about a rule whose gradient or tangent is not where it belongs into our words."""
-    for said, (rule, what) in _RULES.items():
-        found = re.search(said, str(error), re.DOTALL)
-        types = {} if found is None else {key: text.rstrip(".,") for key, text in found.groupdict().items()}
-        if types and types["given"] != types["wanted"] and _unsliced(types["given"]) == _unsliced(types["wanted"]):
-            # What a mapped function reads from around it lies over the mapped mesh axes, which `shard` leaves out.
-            mapped = "; what a function for vmap reads from around it, make an argument of that function"
-            mapped = mapped if what == "gradient" and _SLICES.search(types["wanted"]) else ""
-            raise TypeMismatch(
-                f"{rule.format(**types)}, in the gradient of `{name}`: end the rule with shard({what}) for a "
-                f"parameter's, with shard({what}, 'compute') for an activation's, or with a reshard{mapped}"
-            ) from error
-
-
-def _unsliced(text: str) -> str:
-    return _SLICES.sub("", text)
 
 
 def grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:

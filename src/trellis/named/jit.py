@@ -3,33 +3,25 @@
 import dataclasses
 import functools
 import inspect
-import os
-import traceback
 from collections.abc import Callable, Mapping
-from typing import NoReturn
 
 import jax
 import numpy as np
 
 from trellis._compat import is_tracer
-from trellis.errors import shortened
-from trellis.frames import users_line
 from trellis.mesh.landing import put
 from trellis.mesh.layout import Layout, current_layout
-from trellis.mesh.meshes import MeshError
 from trellis.mesh.platform import are_cpus
 from trellis.mesh.reshard import place
-from trellis.named.arguments import function_of, shown, unplaced
+from trellis.named.arguments import function_of, shown
 from trellis.named.array import NamedArray, asking, check_rank, holds_none, is_named, notice
 from trellis.named.axis import NamesError
 from trellis.named.operand import in_order_here, on_mesh
+from trellis.named.refusals import jaxs_in_our_words
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 from trellis.program import refuse_traced
 from trellis.program.trace import mesh_of
-
-# How JAX 0.10.2 to 0.12.0 refuses, while it compiles, functions whose definitions say nothing of slices.
-_WHILE_COMPILING = ("select `which` must be scalar", "Use `.at[...].get(out_sharding=)`")
 
 
 def _mapped(layout: Layout, which) -> Layout:
@@ -128,28 +120,6 @@ def abstract(tree, which="params"):
     return jax.tree.map(leaf, tree, is_leaf=is_named)
 
 
-def _refuse_unplaced(error: Exception, said: str) -> NoReturn:
-    """Puts into our words that JAX's types refuse what a function does with plain arrays in slices.
-
-    Raises:
-        MeshError: with the user's line and what to write instead.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if any(f"{os.sep}optax{os.sep}" in frame.f_code.co_filename for frame in frames):
-        fix = "wrap the rule in trellis.optim.by_compiler, which leaves its slices to the compiler"
-    else:
-        fix = (
-            "use named operations, jax.reshard the arrays first, or let each device compute its own slices, with "
-            "trellis.shard_map"
-        )
-    line = users_line(error)
-    where = f"{os.path.basename(line.filename)}:{line.lineno}" if line else "named_jit"
-    raise MeshError(
-        "JAX can compute an operation on plain arrays in slices only if it knows how the result is sliced, got one "
-        f"where it does not ({shortened(said, 240)}), in {where}: {fix}"
-    ) from error
-
-
 def _positions(option: str, given) -> tuple[int, ...]:
     """The positions of arguments that an option gives."""
     found = tuple(given) if isinstance(given, tuple | list) else (given,)
@@ -214,7 +184,7 @@ def named_jit(
         return out
 
     compiled = jax.jit(run, donate_argnums=donated, static_argnums=fixed or None, **options)
-    named = _names_of(fn, donated)
+    named, name = _names_of(fn, donated), getattr(fn, "__name__", "the function")
 
     def given(args, kwargs, put=put):
         layout = current_layout()
@@ -238,19 +208,8 @@ def named_jit(
         if traced > len(right):  # one was refused, or traced for its types; JAX has kept it
             read(*args, **kwargs)
         before = traced
-        try:
+        with jaxs_in_our_words(name, "named_jit"):
             results = compiled(*args, **kwargs)
-        except Exception as error:
-            if not (said := unplaced(error)):
-                raise
-            if users_line(error) or not said.startswith(_WHILE_COMPILING):
-                _refuse_unplaced(error, said)
-            raise MeshError(
-                "JAX can compute some functions, such as a QR decomposition, betainc or (in JAX 0.12) lgamma, only "
-                "where no mesh axis slices the array, got slices, in named_jit: let each device compute its own "
-                "slices, with trellis.shard_map, or gather the name and go through it one by one, with tr.map instead "
-                "of vmap"
-            ) from error
         if traced > before:
             read(*args, **kwargs)
         return results
@@ -261,7 +220,8 @@ def named_jit(
         mesh = mesh_of((args, kwargs)) if layout is None else layout.mesh
         if any(map(is_tracer, jax.tree.leaves((args, kwargs)))):
             return
-        program = compiled.trace(*args, **kwargs).jaxpr.jaxpr
+        with jaxs_in_our_words(name, "named_jit"):
+            program = compiled.trace(*args, **kwargs).jaxpr.jaxpr
         if program not in right:
             on_cpus = isinstance(mesh, jax.sharding.Mesh) and are_cpus(mesh)
             refuse_traced(program, mesh, moves_sums=not on_cpus)
@@ -270,7 +230,8 @@ def named_jit(
     def reading(use: Callable) -> Callable:
         def call(*args, **kwargs):
             read(*args, **kwargs)
-            return use(*args, **kwargs)
+            with jaxs_in_our_words(name, "named_jit"):
+                return use(*args, **kwargs)
 
         return using(call)
 

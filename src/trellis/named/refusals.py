@@ -1,0 +1,111 @@
+"""What JAX says of a whole program, in our words."""
+
+import contextlib
+import os
+import re
+import traceback
+from collections.abc import Generator
+from typing import NoReturn
+
+from trellis.errors import TrellisError, shortened
+from trellis.frames import users_line
+from trellis.mesh.manual.refusals import raise_of_gradient
+from trellis.mesh.meshes import MeshError
+from trellis.named.arguments import unplaced
+from trellis.notation import TypeMismatch
+
+# How JAX 0.10.2 to 0.12.0 refuses, while it compiles, functions whose definitions say nothing of slices.
+_WHILE_COMPILING = ("select `which` must be scalar", "Use `.at[...].get(out_sharding=)`")
+# The mesh axes of a dimension, as JAX writes a type.
+_SLICES = re.compile(r"@(\([^)]*\)|\w+)")
+
+
+@contextlib.contextmanager
+def jaxs_in_our_words(name: str, verb: str) -> Generator[None]:
+    """Puts into our words that JAX's types refuse what a program does with plain arrays in slices, or its derivatives.
+
+    Args:
+        name: of the function that is traced or compiled inside.
+        verb: what does so.
+
+    Raises:
+        MeshError: a result that lies nobody knows where, with the user's line and what to write instead.
+        TypeMismatch: as `raise_of_derivatives`.
+    """
+    try:
+        yield
+    except TrellisError:
+        raise
+    except Exception as error:
+        raise_of_derivatives(error, name)
+        if said := unplaced(error):
+            _refuse_unplaced(error, said, verb)
+        raise
+
+
+def _refuse_unplaced(error: Exception, said: str, verb: str) -> NoReturn:
+    line = users_line(error)
+    if line is None and said.startswith(_WHILE_COMPILING):
+        raise MeshError(
+            "JAX can compute some functions, such as a QR decomposition, betainc or (in JAX 0.12) lgamma, only where "
+            f"no mesh axis slices the array, got slices, in {verb}: let each device compute its own slices, with "
+            "trellis.shard_map, or gather the name and go through it one by one, with tr.map instead of vmap"
+        ) from error
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(f"{os.sep}optax{os.sep}" in frame.f_code.co_filename for frame in frames):
+        fix = "wrap the rule in trellis.optim.by_compiler, which leaves its slices to the compiler"
+    else:
+        fix = (
+            "use named operations, jax.reshard the arrays first, or let each device compute its own slices, with "
+            "trellis.shard_map"
+        )
+    where = f"{os.path.basename(line.filename)}:{line.lineno}" if line else verb
+    raise MeshError(
+        "JAX can compute an operation on plain arrays in slices only if it knows how the result is sliced, got one "
+        f"where it does not ({shortened(said, 240)}), in {where}: {fix}"
+    ) from error
+
+
+def raise_of_derivatives(error: Exception, name: str) -> None:
+    """Puts what JAX says when it differentiates a function into our words; lets any other error pass.
+
+    Raises:
+        TypeMismatch: JAX does not differentiate what a manual function makes of a copy; or a `jax.custom_vjp` or
+            `jax.custom_jvp` gives a gradient or a tangent that lies elsewhere than it belongs.
+    """
+    if isinstance(error, ValueError | TypeError | NotImplementedError):
+        raise_of_gradient(error, name)
+        _raise_of_a_rule(error, name)
+
+
+# What JAX says of a rule of one's own, a `custom_vjp`'s and a `custom_jvp`'s; and what the rule is to be.
+_RULES = {
+    r"rule produced an output of type (?P<given>\S+) corresponding to an input of type (?P<wanted>\S+)": (
+        "a custom backward rule must return each gradient sharded like its argument, got {given} for an argument of "
+        "{wanted}",
+        "gradient",
+    ),
+    r"rule must produce primal and tangent outputs .*?Expected (?P<wanted>\S+) .*? got (?P<given>\S+)": (
+        "a custom forward rule must return each tangent sharded like its result, got {given} for a result of {wanted}",
+        "tangent",
+    ),
+}
+
+
+def _raise_of_a_rule(error: Exception, name: str) -> None:
+    """Puts JAX's error about a rule whose gradient or tangent is not where it belongs into our words."""
+    for said, (rule, what) in _RULES.items():
+        found = re.search(said, str(error), re.DOTALL)
+        types = {} if found is None else {key: text.rstrip(".,") for key, text in found.groupdict().items()}
+        if types and types["given"] != types["wanted"] and _unsliced(types["given"]) == _unsliced(types["wanted"]):
+            # What a mapped function reads from around it lies over the mapped mesh axes, which `shard` leaves out.
+            mapped = "; what a function for vmap reads from around it, make an argument of that function"
+            mapped = mapped if what == "gradient" and _SLICES.search(types["wanted"]) else ""
+            raise TypeMismatch(
+                f"{rule.format(**types)}, in the gradient of `{name}`: end the rule with shard({what}) for a "
+                f"parameter's, with shard({what}, 'compute') for an activation's, or with a reshard{mapped}"
+            ) from error
+
+
+def _unsliced(text: str) -> str:
+    return _SLICES.sub("", text)
