@@ -74,8 +74,7 @@ class Lion:
 class Muon:
     """Orthogonalized momentum for matrices (Jordan et al., 2024), AdamW for everything else.
 
-    Matrices are all weights but the unembedding and DeepSeek's up-projections (see `trellis.optim.muon`). Embeddings
-    are not among them.
+    Matrices are all weights but the unembedding (see `trellis.optim.muon`). Embeddings are not among them.
     """
 
     kind: Literal["muon"] = "muon"

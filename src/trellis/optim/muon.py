@@ -17,15 +17,12 @@ from trellis.notation.state import state_of
 from trellis.optim.config import Muon
 from trellis.optim.groups import by_group, label, moved, sides
 
-# What DeepSeek's up-projections have in place of `embed`.
-_LATENTS = ("q_latent", "kv_latent")
-
 
 def muon(config: Muon) -> optax.GradientTransformation:
     """Muon's direction for matrices, Adam's for all else: vectors, tables and the unembedding.
 
     A matrix is a weight of two sides (`trellis.optim.groups.sides`): `embed` and all else, or without it two axes of
-    any names, of which heads and their widths count as one. Adam has DeepSeek's up-projections from latents.
+    any names, of which heads and their widths count as one.
 
     Neither includes the learning rate or weight decay.
 
@@ -52,8 +49,7 @@ def muon(config: Muon) -> optax.GradientTransformation:
 
 
 def _is_matrix(p: Parameter) -> bool:
-    is_up = "embed" not in p.names and any(name in _LATENTS for name in p.names)
-    if p.role != Role.WEIGHT or "vocab" in p.names or is_up:
+    if p.role != Role.WEIGHT or "vocab" in p.names:
         return False
     if len(sides(p)) > 2:
         raise UserError(
