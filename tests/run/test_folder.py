@@ -17,7 +17,7 @@ from trellis.data.store.opening import convert
 from trellis.errors import UserError
 from trellis.optim import AdamW
 from trellis.recipes import tiny
-from trellis.run.config import Evaluation
+from trellis.run.config import Evaluation, Profile
 from trellis.run.data import Data, MixturePart, MixtureSource, PartWeight, StoreSource
 from trellis.run.folder import alone, check_path, claim, new_folder, open_run, unchanged_if_refused, was_left
 from trellis.train.assemble import layout_of
@@ -49,6 +49,18 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     assert error.value.where == str(tmp_path / "run.yaml")
     assert error.value.fix == (f"use another --run-dir, or resume what is there: trellis train {tmp_path}")
     assert open_run(tmp_path) == tiny()
+
+
+def test_only_steps_that_are_not_yet_made_can_be_profiled(tmp_path):
+    run = dataclasses.replace(tiny(), profile=Profile(start=2))
+    claim(tmp_path, run)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    claim(tmp_path, run, done=10)  # the same command again
+    claim(tmp_path, dataclasses.replace(run, profile=Profile(start=10)), done=10)
+    with pytest.raises(UserError, match="Profiling must start at a step that is not yet made") as error:
+        claim(tmp_path, dataclasses.replace(run, profile=Profile(start=9)), done=10)
+    assert error.value.seen == "start=9, 10 steps done" and error.value.where == "--profile.start"
+    assert error.value.fix == "use --profile.start 10 or more"
 
 
 def test_a_resumed_run_may_compute_the_same_in_another_way(tmp_path):
@@ -209,6 +221,8 @@ def test_what_is_no_run_is_refused(tmp_path):
 
 def test_a_folder_is_left_when_its_process_ends(tmp_path):
     assert not was_left(tmp_path), "nobody trained there"
+    (tmp_path / ".lock").write_bytes(b"\xff")
+    assert not was_left(tmp_path), "it names nobody"
     with alone(tmp_path):
         assert not was_left(tmp_path)
         with pytest.raises(UserError, match="Only one process"), alone(tmp_path):

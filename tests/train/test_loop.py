@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -352,6 +353,17 @@ def test_data_that_ends_early_is_an_error(tmp_path, mesh):
         train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
     assert error.value.seen == f"4 batches for 12 steps, at {tmp_path}"
     assert error.value.where.endswith("step-00000003")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_among_its_profiled_steps_records_the_others(tmp_path, mesh):
+    run = dataclasses.replace(EVERY, steps=5, profile=config.Profile(start=2))
+    traces = []
+    for until in (2, 3, 5):
+        train(*toy(mesh, run), tmp_path, until=until, progress=quiet())
+        traces.append(any((tmp_path / "profile").rglob("perfetto_trace.json.gz")))
+        shutil.rmtree(tmp_path / "profile", ignore_errors=True)
+    assert traces == [False, True, True]
 
 
 @pytest.mark.slow

@@ -70,17 +70,25 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
         write: whether this process writes it, or only checks.
 
     Raises:
-        UserError: the folder holds another run, or one that is further than this one is to go.
+        UserError: the folder holds another run, or one that is further than this one is to go or to be profiled.
     """
     path = folder / "run.yaml"
     if path.exists() and has_begun(folder):
-        before, now = _learned(read_run(path)), _learned(run)
+        there = read_run(path)
+        before, now = _learned(there), _learned(run)
         if before != now:
             raise UserError(
                 "A run folder holds one run, and can only be used to resume it.",
                 seen=told_apart(before, now, "in the folder", "asked for"),
                 where=str(path),
                 fix=f"use another --run-dir, or resume what is there: trellis train {typed(folder)}",
+            )
+        if run.profile not in (None, there.profile) and run.profile.start < done:
+            raise UserError(
+                "Profiling must start at a step that is not yet made.",
+                seen=f"start={run.profile.start}, {done} steps done",
+                where="--profile.start",
+                fix=f"use --profile.start {done} or more",
             )
     if run.steps < done:
         raise UserError(
@@ -232,7 +240,7 @@ def was_left(folder: Path) -> bool:
     import fcntl
 
     try:
-        with open(folder / ".lock") as file:
+        with open(folder / ".lock", errors="replace") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return file.read() == platform.node()
     except OSError:  # held, or not there

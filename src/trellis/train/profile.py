@@ -9,7 +9,7 @@ from trellis.run.config import Profile
 
 
 class Profiler:
-    """Records some steps of a run. The loop waits only for the last of these.
+    """Records some steps of a run, or those of them that are left. The loop waits only for the last of these.
 
     Args:
         folder: where the trace goes; `perfetto_trace.json.gz` in it opens at https://ui.perfetto.dev.
@@ -21,7 +21,7 @@ class Profiler:
 
     def before(self, index: int) -> None:
         """Call before the step of `index` is dispatched."""
-        if self._rule is not None and index == self._rule.start:
+        if self._rule is not None and not self._on and 0 <= index - self._rule.start < self._rule.steps:
             jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
             self._on = True
 
