@@ -9,6 +9,7 @@ import pytest
 from tests.data.corpora import stream
 from tests.data.files import COMPRESSORS, TEXTS, WRITERS, as_tar_of, tokens_of
 from trellis.data import open_store
+from trellis.data.tokenizing import json_files
 from trellis.errors import UserError
 
 
@@ -35,6 +36,26 @@ def test_files_cut_short(tmp_path, name, rule):
     assert raised.value.rule == rule and name in raised.value.where
     with pytest.raises(UserError):
         open_store(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ('[{"text": "a"},\n{"text": "b"]', "Expecting ',' delimiter: line 2 (char 28)"),
+        ('[{"text": "a"},\n]', "Expecting value: line 2 (char 16)"),
+        ('[{"text": "a"}]\n x', "Extra data: line 2 (char 17)"),
+        ('[{"text": "a"} {"text": "b"}]', "Expecting ',' delimiter: line 1 (char 15)"),
+        ('[{"text": "a"}', "Expecting ',' delimiter: line 1 (char 14)"),
+        ('{"text": "a"\n}\nwhat', "Expecting value: line 3 (char 15)"),
+    ],
+)
+def test_a_json_file_that_is_none(tmp_path, text, seen, monkeypatch):
+    for read in (3, 1 << 20):
+        monkeypatch.setattr(json_files, "BLOCK_BYTES", read)
+        (tmp_path / "in.json").write_text(text)
+        with pytest.raises(UserError, match="one array of objects, one object, or an object on each line") as raised:
+            tokens_of(tmp_path / "in.json", tmp_path / "out")
+        assert raised.value.seen == seen
 
 
 def test_a_gz_that_is_none(tmp_path):

@@ -2,6 +2,7 @@
 
 import codecs
 import gzip
+import io
 import json
 import os
 
@@ -14,7 +15,7 @@ import pytest
 from tests.data.corpora import END, stream
 from tests.data.files import COMPRESSORS, TEXTS, WRITERS, as_jsonl, as_parquet, as_tar_of, tokens_of
 from trellis.data import FileSource, Tokenizer, byte_tokenizer, find_files, open_store
-from trellis.data.tokenizing import formats
+from trellis.data.tokenizing import formats, json_files
 from trellis.errors import UserError
 
 
@@ -158,6 +159,35 @@ def test_folders_patterns_and_lists(tmp_path):
     assert names(str(tmp_path / "**" / "*.txt")) == ["a.txt", "b/1.txt", "b/2.txt"]
     assert names([tmp_path / "b", tmp_path / "a.txt"]) == ["b/1.txt", "b/2.txt", "a.txt"]
     assert names(f"file://{tmp_path}/a.txt") == ["a.txt"]
+
+
+@pytest.mark.parametrize("read", [1, 7, 1 << 20])
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps([{"text": t, "n": [1.5e3, -2]} for t in TEXTS]),
+        json.dumps([{"text": t} for t in TEXTS], indent=2, ensure_ascii=False) + "\n",
+        "\n".join(json.dumps({"text": t}, indent=1) for t in TEXTS),
+        json.dumps({"text": TEXTS[0]}),
+        json.dumps(TEXTS),
+    ],
+)
+def test_a_json_file_is_read_in_parts(tmp_path, text, read, monkeypatch):
+    monkeypatch.setattr(json_files, "BLOCK_BYTES", read)
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 100)
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        (tmp_path / "in.json").write_bytes(text.encode(encoding))
+        store = tokens_of(tmp_path / "in.json", tmp_path / "out", restart=True)
+        expected = TEXTS[:1] if text == json.dumps({"text": TEXTS[0]}) else TEXTS
+        assert np.array_equal(store.tokens(0, store.num_tokens), stream(expected))
+
+
+def test_numbers_of_a_json_file_are_read_to_their_end(monkeypatch):
+    monkeypatch.setattr(json_files, "BLOCK_BYTES", 1)
+    for text in ("[12.5e3, -70 ,0.25]", "12.5 7\n8", "[]", " [ ] ", "", "[true,null]"):
+        expected = {"12.5 7\n8": [12.5, 7, 8], "": []}.get(text)
+        found = list(json_files.Values(io.StringIO(text)).elements())
+        assert found == (json.loads(text) if expected is None else expected)
 
 
 def test_a_store_in_a_folder_is_no_part_of_it(tmp_path):

@@ -98,39 +98,6 @@ def _character_end(data, at):
     return at
 
 
-def json_array(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
-    """A .json file: JSON lines, one object, or an array of objects (which is read as a whole)."""
-    with Stream(url) as stream:
-        head = stream.read(1 << 16).lstrip()
-    if head.startswith(b"{") and _is_json(head.split(b"\n", 1)[0]) and b"\n" in head.rstrip():
-        yield from lines(url, name, start, kind="json")
-        return
-    with Stream(url) as stream:
-        data = stream.read(-1)
-        raw = stream.raw_position
-    if not data.strip():
-        return  # a blank file is not a document
-    try:
-        value = json.loads(data)
-    except ValueError as error:
-        raise UserError(
-            "A .json file must contain one array of objects, one object, or an object on each line.",
-            seen=error,
-            where=url,
-            fix="fix the file, or name it .jsonl if it has an object on each line",
-        ) from error
-    records = value if isinstance(value, list) else [value]
-    yield from in_blocks(records[start[0] :], name, start[0], lambda: raw)
-
-
-def _is_json(line):
-    try:
-        json.loads(line)
-        return True
-    except ValueError:
-        return False
-
-
 def in_blocks(records, name, position, raw):
     batch, held = [], 0
     for record in records:
@@ -154,7 +121,7 @@ def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
 
     csv.field_size_limit(sys.maxsize)
     with Stream(url) as stream:
-        text = io.TextIOWrapper(io.BufferedReader(_Raw(stream)), encoding="utf-8-sig", newline="")
+        text = io.TextIOWrapper(io.BufferedReader(RawFile(stream)), encoding="utf-8-sig", newline="")
         rows = csv.DictReader(text, delimiter="\t" if plain_name(name).endswith(".tsv") else ",", strict=True)
 
         def records():
@@ -201,7 +168,7 @@ def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
     import tarfile
 
     def records(stream):
-        raw = _Raw(stream)
+        raw = RawFile(stream)
         with tarfile.open(fileobj=raw, mode="r|") as tar:
             files = ((*_key_and_suffix(file.name), tar.extractfile(file).read()) for file in tar if file.isfile())
             for key, of_record in itertools.groupby(files, key=lambda file: file[0]):
@@ -244,7 +211,7 @@ def _tar_record(key, files):
     return record
 
 
-class _Raw(io.RawIOBase):
+class RawFile(io.RawIOBase):
     """A Stream as a file object for the standard library's readers."""
 
     def __init__(self, stream):

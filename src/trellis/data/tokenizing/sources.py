@@ -13,6 +13,7 @@ from trellis.data.blocks import Block
 from trellis.data.storage import filesystem, is_remote, local_path, with_retries
 from trellis.data.store.store import FORMAT
 from trellis.data.tokenizing import formats
+from trellis.data.tokenizing.json_files import json_records
 from trellis.errors import UserError
 
 FORMATS = ("text", "jsonl", "json", "csv", "tar", "parquet", "arrow")
@@ -116,7 +117,7 @@ class FileSource:
             case "text":
                 return formats.whole
             case "json":
-                return formats.json_array
+                return json_records
             case "csv":
                 return formats.csv_records
             case "tar":
