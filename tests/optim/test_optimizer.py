@@ -267,6 +267,26 @@ def test_a_tree_without_parameters(config):
     assert optimizer.update({"n": None}, optimizer.init({"n": None}), {"n": None})[0] == {"n": None}
 
 
+@pytest.mark.parametrize(
+    ("config", "clip_norm"), [*((rule, None) for rule in RULES), (RULES[0], 1.0)], ids=lambda x: getattr(x, "kind", x)
+)
+def test_slices_of_a_manual_function_are_right_or_refused(config, clip_norm):
+    """A device's own norm, or matrix, would be taken for that of the whole."""
+    optimizer = make_optimizer(config, Constant(warmup_steps=0), steps=1, clip_norm=clip_norm)
+    values = jnp.asarray(np.random.default_rng(0).normal(size=(8, 12)), jnp.float32)
+    update = lambda x: optimizer.update({"w": x}, optimizer.init({"w": x}), {"w": x})[0]["w"]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    spec = PartitionSpec("data", "model")
+    with jax.set_mesh(mesh):
+        by_slice = jax.jit(jax.shard_map(update, in_specs=spec, out_specs=spec))
+        x = jax.device_put(values, NamedSharding(mesh, spec))
+        if clip_norm is None and config.kind in ("adamw", "lion"):
+            np.testing.assert_allclose(by_slice(x), update(x), rtol=1e-6)
+        else:
+            with pytest.raises(UserError, match=r"slice along data, model of `w`(.|\n)*update outside of it"):
+                by_slice(x)
+
+
 def test_learning_rate_is_the_one_that_was_used():
     _, state = run(AdamW(learning_rate=0.1), tree(0), range(1, 4))
     assert float(learning_rate(state)) == float(learning_rates(Cosine(warmup_steps=2), 0.1, 4)(2))

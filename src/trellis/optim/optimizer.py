@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from trellis.errors import UserError
+from trellis.named import is_named
 from trellis.nn.parameters import Parameter, parameters
 from trellis.notation import typeof
+from trellis.notation.state import state_of
 from trellis.optim.adafactor import adafactor
 from trellis.optim.config import Adafactor, AdamW, Lion, Muon, Optimizer, Schedule
 from trellis.optim.groups import decayed
@@ -53,7 +55,8 @@ def make_optimizer(
         An Optax transformation. `learning_rate` reads the last step's learning rate from its state.
 
     Raises:
-        UserError: by `init`, if a parameter is not an array of floats.
+        UserError: by `init`, if a parameter is not an array of floats; by `update` in a manual function, if a rule that
+            compares elements gets slices.
     """
     direction = _direction(config, vocab_size)
     rates = learning_rates(schedule, config.learning_rate, steps)
@@ -69,7 +72,11 @@ def make_optimizer(
             _check_floats(p)
         return rule.init(_without_float16(params))
 
+    by_element = isinstance(config, AdamW | Lion) and clip_norm is None and narrow is None
+
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        for p in () if by_element else parameters(updates):
+            _check_whole(p)
         # Optax mixes integer counts with floats, which JAX refuses under strict promotion.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             new, state = rule.update(_without_float16(updates), state, _without_float16(params))
@@ -96,6 +103,17 @@ def _check_floats(p: Parameter) -> None:
             where="the tree given to `init`",
             fix="make a number an array of floats; leave out what is not learned, with None in its place, "
             "as in eqx.filter(model, eqx.is_inexact_array)",
+        )
+
+
+def _check_whole(p: Parameter) -> None:
+    """Refuses what is one device's slice in a manual function: a norm or a matrix of it is not that of the whole."""
+    if varying := state_of(p.leaf.array if is_named(p.leaf) else p.leaf).varying:
+        raise UserError(
+            "Muon, Adafactor, clipping by a norm and averages in eight bits need whole arrays.",
+            seen=f"one device's slice along {', '.join(sorted(varying))} of `{p.path}`",
+            where="the update in a manual function",
+            fix="update outside of it, where types say what is sliced; AdamW and Lion without clip_norm go by element",
         )
 
 
