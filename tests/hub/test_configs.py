@@ -109,6 +109,16 @@ def test_what_training_drops(kind):
         assert error.seen == "embd_pdrop: 0.25, resid_pdrop: 0.0"
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_the_weight_of_an_even_load(kind):
+    """The loss of `transformers` is, with an even load, the number of a token's experts; ours is 1."""
+    whole = contents(kind)
+    assert BY_TYPE[kind].routing.balance == 0.02 and whole["router_aux_loss_coef"] == 0.01
+    assert read(kind, whole | {"num_experts_per_tok": 3}).routing.balance == pytest.approx(0.03)
+    whole.pop("router_aux_loss_coef")
+    assert read(kind, whole).routing.balance == pytest.approx(0.002)
+
+
 @pytest.mark.parametrize("kind", BY_TYPE)
 def test_layers_that_differ(kind):
     error = refused(kind, contents(kind) | {"per_layer_config": {"0": {"intermediate_size": 8}}})

@@ -161,3 +161,28 @@ def test_experts_that_are_stored_together(name, torch, tmp_path):
     assert not set(apart._place) == set(together._place)
     for a, b in zip(*(jax.tree.leaves(f.load(target)) for f in (apart, together)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_what_an_uneven_load_costs(name, torch, tmp_path):
+    """In a model of one layer: `transformers` takes the product of means over all layers, not each layer's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = dataclasses.replace(CONFIGS[name], layers=1, experts_per_token=3)
+    contents = FAMILIES[config.family].to_config_json(config, positions=POSITIONS, dtype="float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**contents, output_router_logits=True)).eval()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.5 * torch.randn_like(weight))
+            theirs = float(model(torch.from_numpy(TOKENS)).aux_loss)
+        model.save_pretrained(tmp_path / "theirs")
+    folder = Folder(tmp_path / "theirs", FAMILIES)
+    ours = folder.load(jax.eval_shape(lambda: folder.config.init(key=jax.random.key(0))))
+    mine = jax.jit(lambda model, tokens: model(tokens).measured.balance)(
+        ours, named(jnp.asarray(TOKENS, jnp.int32), "batch pos")
+    )
+    loss = folder.config.routing.balance * float(mine) / TOKENS.size
+    assert loss == pytest.approx(contents["router_aux_loss_coef"] * theirs, rel=1e-5) != 0.02

@@ -6,7 +6,7 @@ from trellis import UserError
 from trellis.hub import Family, Key
 from trellis.models.gpt_oss.gpt_oss import GptOssConfig
 from trellis.models.llama.hub import DROPPED, KEYS, from_hub, to_hub
-from trellis.models.mixtral.hub import refuse_others
+from trellis.models.mixtral.hub import balance, picked, refuse_others
 from trellis.nn.moe import Routing
 
 _LAYER = "model.layers.{}"
@@ -49,8 +49,7 @@ def _to_hub(config: GptOssConfig, positions: int) -> dict:
         "layer_types": _kinds(config.layers),
         "swiglu_limit": config.swiglu_limit,
         "num_local_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "router_aux_loss_coef": config.routing.balance,
+        **picked(config),
     }
 
 
@@ -71,7 +70,7 @@ def _from_hub(hub: Mapping) -> dict:
         "swiglu_limit": hub.get("swiglu_limit", 7.0),
         "experts": hub["num_local_experts"],
         "experts_per_token": hub["num_experts_per_tok"],
-        "routing": Routing(balance=hub.get("router_aux_loss_coef", 0.001)),
+        "routing": Routing(balance=balance(hub)),
     }
 
 

@@ -48,14 +48,21 @@ def refuse_others(config, kind: str, *, allowed: Collection[str] = ()) -> None:
             )
 
 
+def picked(config) -> dict:
+    """How many experts a token has, and the weight of the load-balancing loss. That of `transformers` sums the shares
+    of a token's first expert, of its second and so on: with an even load it is their number, where ours is 1."""
+    count = config.experts_per_token
+    return {"num_experts_per_tok": count, "router_aux_loss_coef": config.routing.balance / count}
+
+
+def balance(hub: Mapping) -> float:
+    """The weight of our load-balancing loss."""
+    return hub.get("router_aux_loss_coef", 0.001) * hub["num_experts_per_tok"]
+
+
 def _to_hub(config: MixtralConfig, positions: int) -> dict:
     refuse_others(config, "Mixtral")
-    return {
-        **to_hub(config, positions),
-        "num_local_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "router_aux_loss_coef": config.routing.balance,
-    }
+    return {**to_hub(config, positions), "num_local_experts": config.experts, **picked(config)}
 
 
 def _from_hub(hub: Mapping) -> dict:
@@ -63,7 +70,7 @@ def _from_hub(hub: Mapping) -> dict:
         **from_hub(hub),
         "experts": hub["num_local_experts"],
         "experts_per_token": hub["num_experts_per_tok"],
-        "routing": Routing(balance=hub.get("router_aux_loss_coef", 0.001)),
+        "routing": Routing(balance=balance(hub)),
     }
 
 

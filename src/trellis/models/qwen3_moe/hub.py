@@ -7,7 +7,7 @@ import numpy as np
 
 from trellis.hub import Family, Key
 from trellis.models.llama.hub import DROPPED, GATED, from_hub, to_hub
-from trellis.models.mixtral.hub import refuse_others
+from trellis.models.mixtral.hub import balance, picked, refuse_others
 from trellis.models.qwen3.hub import KEYS
 from trellis.models.qwen3_moe.qwen3_moe import Qwen3MoeConfig
 from trellis.nn.moe import Routing
@@ -28,20 +28,18 @@ def _to_hub(config: Qwen3MoeConfig, positions: int) -> dict:
         "intermediate_size": config.mlp,  # for layers without experts; there are none
         "moe_intermediate_size": config.mlp,
         "num_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
         "norm_topk_prob": config.routing.normalize,
-        "router_aux_loss_coef": config.routing.balance,
+        **picked(config),
     }
 
 
 def _from_hub(hub: Mapping) -> dict:
-    balance, normalize = hub.get("router_aux_loss_coef", 0.001), hub.get("norm_topk_prob", False)
     return {
         **from_hub(hub),
         "mlp": hub["moe_intermediate_size"],
         "experts": hub["num_experts" if "num_experts" in hub else "num_local_experts"],  # in newer versions
         "experts_per_token": hub["num_experts_per_tok"],
-        "routing": Routing(balance=balance, normalize=normalize),
+        "routing": Routing(balance=balance(hub), normalize=hub.get("norm_topk_prob", False)),
     }
 
 
