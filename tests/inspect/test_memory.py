@@ -86,7 +86,7 @@ def test_the_largest_activation():
     assert (largest.name, largest.what) == ("hidden", "f32[3 8 32]")
     assert largest.source.startswith("test_memory.py:") and largest.source.endswith("(layer)")
     assert of_step().largest().name == "carry between layers"
-    assert of_step().largest("gathered weights") is None
+    assert of_step().largest("weights in use") is None
 
 
 @pytest.mark.parametrize("keep", [(), ("hidden",), ("hidden", "out")])
@@ -146,8 +146,16 @@ def test_a_gathered_weight_that_is_kept_shows_as_one():
     w = jax.ShapeDtypeStruct((EMBED, MLP), jnp.float32, sharding=NamedSharding(MESH, P("data", None)))
     x = jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32, sharding=NamedSharding(MESH, P("data", None)))
     found = memory(jax.grad(gathered, argnums=(0, 1)), w, x, compile=False)
-    assert found.per_kind()["gathered weights"] == EMBED * MLP * 4
-    assert found.largest("gathered weights").what == "f32[16 32 ~data]"
+    assert found.per_kind()["weights in use"] == EMBED * MLP * 4
+    assert found.largest("weights in use").what == "f32[16 32 ~data]"
+
+
+def test_what_is_computed_of_parameters_is_not_a_weight():
+    """Elements of a weight may be rounded and moved; a product, and what is made of one, are temporaries."""
+    squares = memory(lambda w: jax.nn.softmax(w @ w.T, axis=1), jnp.ones((EMBED, MLP)), compile=False)
+    assert set(squares.per_kind()) == {"parameters", "temporaries", "fragmentation"}
+    cast = memory(lambda w: w.astype(jnp.bfloat16), jnp.ones((EMBED, MLP)), compile=False)
+    assert cast.per_kind()["weights in use"] == EMBED * MLP * 2
 
 
 def test_a_function_called_twice_keeps_two_values():
@@ -381,7 +389,7 @@ def test_areas_of_the_picture_are_in_proportion():
 
 
 def test_what_colors_of_the_picture_are_is_within_it():
-    kinds = ("parameters", "optimizer", "gradients", "activations", "gathered weights", "batch", "temporaries")
+    kinds = ("parameters", "optimizer", "gradients", "activations", "weights in use", "batch", "temporaries")
     found = Memory(tuple(Buffer(kind=kind, name=kind, what="", num_bytes=1 << 20) for kind in kinds))
     root = ElementTree.fromstring(found.svg())
     words = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if text.text.endswith("1.00 MiB")]

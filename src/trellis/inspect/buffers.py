@@ -8,7 +8,7 @@ from trellis.program.reading import ENTER, LEAVE
 from trellis.program.scopes import names_of
 from trellis.program.sizes import typed
 
-KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered weights", "batch", "temporaries",
+KINDS = ("parameters", "optimizer", "gradients", "activations", "weights in use", "batch", "temporaries",
          "fragmentation", "other")  # fmt: skip
 
 

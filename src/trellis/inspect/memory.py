@@ -71,7 +71,7 @@ class Memory:
         It answers which activation to recompute, or to move to the host, first.
 
         Args:
-            kind: "activations", or "gathered weights".
+            kind: "activations", or "weights in use".
         """
         return next((buffer for buffer in _by_name(self.kept) if buffer.kind == kind), None)
 

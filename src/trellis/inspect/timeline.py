@@ -15,7 +15,8 @@ from trellis.inspect import fusion
 from trellis.inspect.buffers import KINDS, Buffer, describe
 from trellis.inspect.moved import Moved
 from trellis.program import Body, Operation, Program, Value
-from trellis.program.flow import of_parameters
+from trellis.program.flow import weights_in_use
+from trellis.program.said import held_said
 
 # What the compiler's allocator loses between buffers, as a share of everything that is not an argument. The layouts of
 # compiled train steps lost between 0.3 and 7 %.
@@ -133,7 +134,7 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
             over several mesh axes at once, then stays in place until a loop over layers ends its turn, beside what
             moves for the next, and that room is lost to large buffers at the highest point.
     """
-    walk = _Walk(program, of_parameters(program), Moved(program), held, fusion.multiplies_as_read(program))
+    walk = _Walk(program, weights_in_use(program), Moved(program), held, fusion.multiplies_as_read(program))
     for value, argument in zip(program.inputs, program.arguments, strict=True):
         kind = argument.kind if argument.kind in KINDS else "other"
         walk.enter(value, _Held(_Room(kind, value.device_bytes, value), pinned=True))
@@ -216,7 +217,7 @@ class _Walk:
         """The memory of a value that an operation makes or reads."""
         made = value.maker.direction if value.maker is not None else ""
         given = made == "backward" and (self.top and value in self.results or value in self.updating)
-        kind = "gathered weights" if value in self.weights else "temporaries"
+        kind = "weights in use" if value in self.weights else "temporaries"
         if kind == "temporaries" and (value.state.pending or given):
             kind = "gradients"
         return _Room(kind, fusion.stored_bytes(operation, value), value, operation)
@@ -416,7 +417,7 @@ class _Walk:
         self.kept |= inner.kept
         where, around = inner.where or operation.source, {held.buffer for held in self.live.values()}
         if self.held:
-            moved = _Room("gathered weights", inner.moved, None, operation)
+            moved = _Room("weights in use", inner.moved, None, operation)
             self.mark(inner.peak + inner.moved, (*inner.at_peak, moved), where)
             self.loops.append((inner.peak, around))
         else:
@@ -438,6 +439,10 @@ class _Walk:
         passes = {value.maker.direction for value in last.maker.inputs if value.maker} if last.maker else ()
         if "backward" in passes and last.maker.direction == "update":  # the sum over microbatches
             held.buffer = dataclasses.replace(held.buffer, kind="gradients")
+        if outer.maker is not None and (said := held_said(outer.maker)):
+            held.buffer = dataclasses.replace(held.buffer, kind=said)
+            if said == "activations":
+                self.kept[held.buffer] = None
         old = self.of(outer) if outer.literal is None else None
         if old is not None and old.around and old.uses <= 1:  # a loop in a loop that carries the same
             return old

@@ -11,7 +11,7 @@ from trellis.figures.numbers import count, duration, size
 from trellis.train.timeline import ENDS
 
 # Each kind of memory keeps its colour, whichever kinds there are.
-_KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered weights", "batch", "temporaries",
+_KINDS = ("parameters", "optimizer", "gradients", "activations", "weights in use", "batch", "temporaries",
           "fragmentation", "other")  # fmt: skip
 _LAYERS = "layers"
 

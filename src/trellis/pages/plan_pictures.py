@@ -15,7 +15,7 @@ KIND_COLORS = {
     "optimizer": "#7a94c9",
     "gradients": "#b9605a",
     "activations": "#3d8b72",
-    "gathered weights": "#c79a3b",
+    "weights in use": "#c79a3b",
     "batch": "#8a8a8a",
     "temporaries": "#8d6aa8",
     "fragmentation": "#b8b0a0",

@@ -119,7 +119,7 @@ def least(plan: Plan, run: Run, changed: Run) -> float:
     state = plan.memory.bytes_of("parameters", "optimizer")
     rows = lambda r: max(b.size for b in r.batch_sizes()) / r.parts
     other = (plan.memory.peak - state) * rows(changed) / rows(run)
-    if changed.remat != run.remat:  # what the stages of a pipeline keep is among the temporaries
+    if changed.remat != run.remat:
         other -= plan.memory.bytes_of("activations", "temporaries") * rows(changed) / rows(run)
     if changed.parts > run.parts and run.accumulation == "pending":
         slices = math.prod(plan.mesh.get(axis, 1) for axis in ("model", "stage", "expert", "expert_y"))

@@ -70,6 +70,15 @@ def kernel_mask(before: int, after: int, ahead: int) -> contextlib.AbstractConte
     return jax.named_scope(f"sees({before} before {after} after {ahead} ahead)")
 
 
+def kernel_refused(why: str) -> contextlib.AbstractContextManager:
+    """The scope of attention that its platform's kernel cannot compute: says why.
+
+    Args:
+        why: what the kernel takes, and what it was given; empty if nothing is refused.
+    """
+    return jax.named_scope(f"refused<{why}>") if why else contextlib.nullcontext()
+
+
 def filled_rows(even: int, room: int) -> contextlib.AbstractContextManager:
     """The scope of what is done to a buffer of rows: says how many of them an even load fills."""
     return jax.named_scope(f"filled({even} of {room})")
@@ -104,6 +113,15 @@ def laid_out_anew(slower: float) -> contextlib.AbstractContextManager:
     return jax.named_scope(f"anew({slower})") if slower else contextlib.nullcontext()
 
 
+def held_as(kind: str) -> contextlib.AbstractContextManager:
+    """The scope of an array's making, into which loops write: says which kind of memory it is.
+
+    Args:
+        kind: one of `trellis.inspect.buffers.KINDS`.
+    """
+    return jax.named_scope(f"held(as {kind})")
+
+
 def as_it_lies() -> contextlib.AbstractContextManager:
     """The scope of a transpose that moves nothing: the array is read in the order in which compilers have it."""
     return jax.named_scope("lies()")
@@ -114,6 +132,8 @@ _GROUPED = re.compile(r"grouped\((product|gradient) (\d+) rows (\d+) (\d+) in (\
 _ROWS = re.compile(r"rows\(by (\d+)\)")
 _TURNS = re.compile(r"turns\((\d+) rows (\d+) a turn (\d+) groups (\d+) before( load)?\)")
 _INTERLEAVED = re.compile(r"interleaved\(in (\d+)\)")
+_REFUSED = re.compile(r"refused<([^<>]+)>")
+_HELD = re.compile(r"held\(as ([a-z ]+)\)")
 _ANEW = re.compile(r"anew\(([0-9.]+)\)")
 _SEES = re.compile(r"sees\((\d+) before (\d+) after (-?\d+) ahead\)")
 # Products of an attention kernel in the backward pass, by how many gradients it gives; the forward pass has two.
@@ -179,6 +199,16 @@ def mask_said(op_name: str) -> tuple[int, int, int] | None:
     return before, after, ahead
 
 
+def refused_said(operation: Operation) -> str:
+    """Why an operation's platform has no kernel for the attention that it is a part of, or nothing.
+
+    Args:
+        operation: any.
+    """
+    found = _REFUSED.findall(operation.scope)
+    return found[-1] if found else ""
+
+
 def share_filled(operation: Operation, load: float) -> float:
     """The share of its buffer's rows that an operation finds filled.
 
@@ -208,6 +238,16 @@ def anew_said(operation: Operation) -> float:
     """How much longer a marked array takes to be laid out anew than to be streamed; 0 if it stays as it is."""
     found = _ANEW.findall(operation.scope) if operation.mark else ()
     return float(found[-1]) if found else 0.0
+
+
+def held_said(operation: Operation) -> str:
+    """The kind of memory that the array is which an operation makes, or nothing.
+
+    Args:
+        operation: any.
+    """
+    found = _HELD.findall(operation.scope)
+    return found[-1] if found else ""
 
 
 def lies_so(operation: Operation) -> bool:

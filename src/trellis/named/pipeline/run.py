@@ -21,6 +21,7 @@ from trellis.named.pipeline.pieces import Pieces, put
 from trellis.named.pipeline.schedule import Schedule, Unit
 from trellis.notation import spec_of
 from trellis.notation.state import State, state_of
+from trellis.program.said import held_as
 from trellis.program.scopes import sometimes
 
 
@@ -140,11 +141,13 @@ class _Program:
         """The carry before any tick."""
         pieces, places = self.pieces, (self.schedule.slots + 1, self.all.most)
         slot = (pieces.enter.out, pieces.layer.out[1])
-        kept = jax.tree.map(lambda x: lax.empty((*places, *self._local(x)), x.dtype), slot)
+        with held_as("activations"):
+            kept = jax.tree.map(lambda x: lax.empty((*places, *self._local(x)), x.dtype), slot)
         whole = lambda arrays: [jnp.zeros(x.shape, jnp.float32) for x in arrays]
         zeros = lambda tree: jax.tree.map(self._zeros, tree)
         carried = zeros(pieces.carried)
-        gradients = whole(self.layers), whole(self.outer), whole(self.head)
+        with held_as("gradients"):
+            gradients = whole(self.layers), whole(self.outer), whole(self.head)
         return _Carried(carried, carried, kept, *gradients, zeros(pieces.leave.out[0]))
 
     def forward(self, carry: _Carried, tick, ticks: range):
