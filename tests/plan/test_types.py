@@ -6,16 +6,17 @@ import jax
 import pytest
 
 from tests.plan.plain import Config, abstract_mesh, build, num_parameters, traced
-from tests.plan.small import SMALL
+from tests.plan.small import SMALL, small
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.hardware.local import local_target
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.memory import memory_of
 from trellis.inspect.work import work
+from trellis.plan.advice import advice
 from trellis.plan.links import links_of
 from trellis.plan.prepared import prepare
-from trellis.plan.quick import plan_program
+from trellis.plan.quick import plan_program, quick_plan
 from trellis.plan.roofline import padded, times
 from trellis.recipes import load_run
 
@@ -95,6 +96,38 @@ def test_roles_of_collectives():
     assert {(kind, role) for axis, kind, role in kinds if axis == "data"} == {
         ("all-gather", "weights"), ("reduce-scatter", "gradients"), ("all-reduce", "gradients"),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_stages_gather_weights_and_keep_activations_however_many_layers_they_have(layers):
+    run = load_run("tiny", {"mesh.stage": "2", "model.layers": str(layers)})
+    plan = quick_plan(run, target("2x4xH100"))
+    gathers = [row for row in plan.ledger if row.kind == "all-gather" and row.axes == ("data",) and row.dtype == "f32"]
+    assert gathers and {row.role for row in gathers} == {"weights"}
+    stacks = [b for b in plan.memory.buffers if b.name == "carry between layers" and b.what.startswith("f32[3 ")]
+    assert len(stacks) > 20 and {b.kind for b in stacks} == {"activations"}  # three slots
+    assert plan.memory.largest() in plan.memory.kept_by_name()
+
+
+@pytest.mark.parametrize(
+    ("on", "options", "why"),
+    [
+        ("v5e:2x2", {"data__sequence_length": "200"}, "multiples of 128, not pos=200 and key_pos=200"),
+        ("4xH100", {"precision__compute": "float32"}, "bfloat16 and float16, not float32"),
+        ("v5e:2x2", {}, ""),
+    ],
+)
+def test_a_plan_says_why_attention_has_no_kernel(on, options, why):
+    plan = quick_plan(small(**options), target(on))
+    said = [line for line in advice(plan) if line.startswith("attention does without its kernel: ")]
+    assert len(said) == len(plan.refused) == bool(why) and all(line.endswith(why) for line in said)
+
+
+def test_the_loss_reduces_a_gradient_and_layers_wait_for_it():
+    """On TPUs, where a fence keeps the unembedding's gradient before the layers' backward pass."""
+    plan = quick_plan(small(), target("v5e:2x2"))
+    (row,) = [r for r in plan.ledger if "next_token.py" in r.source and r.kind == "reduce-scatter"]
+    assert (row.role, row.awaited, row.parameter) == ("gradients", True, "model.head")
 
 
 def test_hidden_communication_costs_nothing_and_no_more_than_there_is_room():

@@ -56,6 +56,7 @@ def advice(plan: Plan, planned: Callable[[str], Plan] | None = None) -> list[str
     found, trial = [], Trial(plan, planned)
     if not plan.fits:
         found += _to_fit(plan)
+    found += [f"attention does without its kernel: {why}" for why in plan.refused]
     total = max(plan.seconds, 1e-30)
     bound = plan.times.by_bound()
     for axes, seconds in plan.times.by_axes().items():
@@ -131,8 +132,8 @@ def _to_fit(plan: Plan) -> list[str]:
     if (temporaries := plan.memory.bytes_of("temporaries")) > 0.3 * peak:
         largest = next(b for b in plan.memory.buffers if b.kind == "temporaries")
         found.append(f"temporaries take {numbers.size(temporaries)}, the largest {largest.what}, {largest.name}{fewer}")
-    if (gathered := plan.memory.bytes_of("gathered weights")) > 0.3 * peak:
-        found.append(f"gathered weights take {numbers.size(gathered)}: slice widths too, or gather for each microbatch")
+    if (used := plan.memory.bytes_of("weights in use")) > 0.3 * peak:
+        found.append(f"weights in use take {numbers.size(used)}: slice widths too, or gather for each microbatch")
     return found
 
 

@@ -18,6 +18,7 @@ from trellis.plan.prepared import Prepared, prepare
 from trellis.plan.roofline import HIDING_OPTIONS, Times, times
 from trellis.plan.turns import turns_of
 from trellis.program import Program, trace
+from trellis.program.said import refused_said
 from trellis.run.config import Run
 from trellis.train.checks import check_marks
 from trellis.train.compilation import options_for
@@ -45,6 +46,7 @@ class Plan:
         load: rows that experts on the fullest device get, relative to an even load.
         schedule: the schedule of a pipeline's stages, or None.
         layers: the layers of each part of the pipeline, if their numbers differ.
+        refused: why attention does without its platform's kernel, where it does.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Plan:
     load: float = 1.0
     schedule: Schedule | None = None
     layers: tuple[int, ...] = ()
+    refused: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -216,4 +219,5 @@ def plan_program(
         work=pieces,
         price=price,
         load=load,
+        refused=tuple(dict.fromkeys(filter(None, map(refused_said, program.walk())))),
     )

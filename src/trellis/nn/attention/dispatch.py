@@ -18,6 +18,7 @@ from trellis.nn.attention.sliced.whole import Whole
 from trellis.nn.attention.splash import SplashTiles, splash_refuses, widest_blocks
 from trellis.notation import Dim, Shape, spec_of
 from trellis.notation.state import sliced_by_compiler, state_of
+from trellis.program.said import kernel_refused
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
 
@@ -95,24 +96,26 @@ def dot_product_attention(
     pattern = Pattern(causal=causal, window=window if window is None or window < k.shape[1] else None)
     q, k, v, sinks = meeting_slices(q, k, v, sinks)
     place = placement_of(q, k, v, segment_ids)
-    chosen = _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation)
-    arrays = (q, k, v, *(segment_ids or ()))
+    chosen, refused = _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation)
     scores = dict(pattern=pattern, scale=float(scale), logit_softcap=logit_softcap, upcast=upcast)
+    with kernel_refused(refused):
+        return _computed(chosen, place, q, k, v, segment_ids, sinks, save_name, **scores)
+
+
+def _computed(chosen: str, place: Placement, q, k, v, segment_ids, sinks, save_name, *, pattern: Pattern, **scores):
+    arrays = (q, k, v, *(segment_ids or ()))
     if place.pos:
-        program = _sliced(place, q, k, chosen, **scores)
+        program = _sliced(place, q, k, chosen, pattern=pattern, **scores)
         return tiled_attention(place, program, q, k, v, segment_ids, sinks, save_name=save_name)
     if chosen in ("splash", "cudnn") or (sinks is not None and chosen == "chunked"):
-        whole = Whole(_tiles(chosen, q, scale=float(scale), logit_softcap=logit_softcap, upcast=upcast), pattern)
+        whole = Whole(_tiles(chosen, q, **scores), pattern)
         return tiled_attention(place, whole, q, k, v, segment_ids, sinks, save_name=save_name)
+    scores = dict(pattern=pattern, save_name=save_name, **scores)
     if chosen == "chunked":
-        kernel = lambda q, k, v, ids: chunked_attention(q, k, v, ids, save_name=save_name, **scores)
-    else:
-        own = () if sinks is None else (sinks,)
-        kernel = lambda q, k, v, ids, *own: reference_attention(
-            q, k, v, ids, sinks=own[0] if own else None, save_name=save_name, **scores
-        )
-        return place.run(kernel, arrays, own, tuple(spec_of([place.heads], (), state_of(x).copied) for x in own))
-    return place.run(kernel, arrays)
+        return place.run(lambda q, k, v, ids: chunked_attention(q, k, v, ids, **scores), arrays)
+    own = () if sinks is None else (sinks,)
+    kernel = lambda q, k, v, ids, *own: reference_attention(q, k, v, ids, sinks=own[0] if own else None, **scores)
+    return place.run(kernel, arrays, own, tuple(spec_of([place.heads], (), state_of(x).copied) for x in own))
 
 
 def _sliced(place: Placement, q, k, chosen: str, *, pattern: Pattern, scale, logit_softcap, upcast) -> Sliced:
@@ -154,9 +157,10 @@ def _tiles(chosen: str, q, *, scale: float, logit_softcap: float | None, upcast:
     return ChunkedTiles(scale=scale, logit_softcap=logit_softcap, upcast=upcast, chunk=chunk)
 
 
-def _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation) -> str:
+def _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation) -> tuple[str, str]:
+    """The implementation, and why it is not the platform's kernel, if it was to be."""
     if implementation not in ("auto", "cudnn", "splash"):
-        return implementation
+        return implementation, ""
     asked = dict(upcast=upcast, pieces=2 * place.shards(place.pos) if place.pos else 1)
     refuses = {
         "cudnn": lambda: cudnn_refuses(q, k, v, pattern=pattern, logit_softcap=logit_softcap, **asked),
@@ -175,9 +179,10 @@ def _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation) -> s
                 f"an implementation must support the attention it is asked for, got {implementation!r}: {reason}, in "
                 f"attention(implementation={implementation!r}): use implementation='auto'"
             )
-        return implementation
+        return implementation, ""
     best = {"cuda": "cudnn", "tpu": "splash"}.get(platform_of(q))
-    return best if best and refuses[best]() is None else "chunked"
+    refused = refuses[best]() if best else None
+    return (best, "") if best and refused is None else ("chunked", refused or "")
 
 
 def _check(q, k, v, window, segment_ids, sinks, implementation) -> None:
