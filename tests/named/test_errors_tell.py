@@ -35,6 +35,19 @@ def _x():
         (lambda: tr.arange(tr.Axis("a", 3), step=0.5), "a whole start and step, got start=0 and step=0.5 for int32"),
         (lambda: tr.scan(lambda c, x: (c + x.sum(), None), "h")(0.0, _x()), "got f32[] (a named array) for f32[]"),
         (lambda: tr.cond(True, lambda: _x().sum(), lambda: 1.0), "got f32[] (a named array) and f32[], in cond"),
+        (lambda: tr.cond(True, lambda x, s: x, lambda x, s: x, _x(), "s"), "cond can only take and return arrays"),
+        (lambda: tr.while_loop(lambda c: c[0], lambda c: c, (True, "s")), "while_loop can only take and return arrays"),
+        (lambda: tr.while_loop(lambda c: c[0], lambda c: ("s", 1), (True, 1)), "got 's', in while_loop: let the"),
+        (
+            lambda: tr.scan(lambda c, x: (c, "s"), "h")(0.0, _x()),
+            "got 's', in scan: let the function",
+        ),
+        (lambda: tr.scan(lambda c, x: (c, x), "h")(jnp.tanh, _x()), "arrays and numbers, got <"),
+        (lambda: tr.vmap(lambda x: (x, "s"), "h")(_x()), "arrays and numbers, got 's', in vmap"),
+        (
+            lambda: tr.grad(lambda x: x[0].sum())((_x(), "s")),
+            "floats can be differentiated, got 's' in argument 0",
+        ),
         (lambda: tr.grad(3), "grad takes a function, got 3"),
         (lambda: tr.grad(lambda x: x.sum(), (0, -1))(_x()), "argnums must have each argument once, got (0, -1)"),
         (lambda: nn.cross_entropy(_x(), tr.zeros({"h": 2}, "int32")), "no dimension 'vocab', got f32[h=2 w=3]"),
@@ -160,3 +173,14 @@ def test_what_jax_refuses_of_a_backward_rule_is_told_wherever_a_program_is_read(
         x, w = jnp.ones((8, 2), out_sharding=jax.P("data")), jnp.ones((2, 2), out_sharding=jax.P())
         with pytest.raises(TypeMismatch, match=r"return jax.lax.psum\(gradient, \('data',\)\)"):
             USES[use](jax.grad(lambda w, x: unsummed(x, w).sum()), w, x)
+
+
+def test_a_map_in_manual_mode_that_settles_a_sum_is_told_of_no_layout():
+    @tr.shard_map
+    def sums(x: tr.f32["batch in/data"]) -> tr.f32["batch"]:
+        row = lambda row: tr.settle(tr.einsum("in, in -> ", row, row))
+        return tr.vmap(row, "batch")(tr.named(x, "batch in/data")).array
+
+    mesh = tr.make_mesh(data=8)
+    with jax.set_mesh(mesh), pytest.raises(MeshError, match="in manual mode JAX cannot map .* by name on the whole"):
+        sums(jnp.ones((2, 8), out_sharding=jax.P(None, "data")))

@@ -11,7 +11,7 @@ from trellis.named.arguments import function_of, shown
 from trellis.named.array import is_named
 from trellis.named.axis import NamesError
 from trellis.named.carry import Elsewhere, check_carry, pinned, told
-from trellis.named.mapped import entered
+from trellis.named.mapped import entered, only_arrays
 from trellis.named.operand import operand
 from trellis.notation import TypeMismatch, typeof
 from trellis.notation.state import state_of
@@ -45,12 +45,12 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init):
 
     def body(carry):
         carry = pinned(carry)
-        new = entered(body_fun(carry), "while_loop", copies=False)
+        new = entered(only_arrays(body_fun(carry), "while_loop"), "while_loop", copies=False)
         check_carry(carry, new, where, body)
         return pinned(new)
 
     goes_on = lambda carry: _choice(cond_fun(pinned(carry)), "while_loop")
-    carry = entered(init, "while_loop", copies=False)
+    carry = entered(only_arrays(init, "while_loop"), "while_loop", copies=False)
     try:
         return jax.lax.while_loop(goes_on, body, carry)
     except Elsewhere as elsewhere:
@@ -88,7 +88,7 @@ def cond(pred, true_fun: Callable, false_fun: Callable, *operands):
 
     def branch(fn: Callable) -> Callable:
         def run(operands):
-            out = entered(fn(*pinned(operands)), "cond", copies=False)
+            out = entered(only_arrays(fn(*pinned(operands)), "cond"), "cond", copies=False)
             leaves, structure = jax.tree.flatten(out, is_leaf=is_named)
             settled = [_placed(x, state_of(x.array if is_named(x) else jnp.asarray(x)).axes) for x in leaves]
             first.append((structure, [_kind(x) for x in settled]))
@@ -96,7 +96,7 @@ def cond(pred, true_fun: Callable, false_fun: Callable, *operands):
 
         return run
 
-    operands = entered(operands, "cond", copies=False)
+    operands = entered(only_arrays(operands, "cond"), "cond", copies=False)
     return jax.lax.cond(_choice(pred, "cond"), branch(true_fun), branch(false_fun), operands)
 
 

@@ -96,8 +96,11 @@ def _check_arguments(args: tuple, argnums: int | tuple[int, ...], fn: Callable) 
                 f"gradient of `{_name_of(fn)}`: use that of an argument passed by position"
             )
         for leaf in jax.tree.leaves(args[number], is_leaf=is_named):
-            dtype = _dtype_of(leaf.array if is_named(leaf) else leaf)
-            if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
+            array = leaf.array if is_named(leaf) else leaf
+            if array is None or hasattr(array, "__jax_array__"):
+                continue
+            dtype = _dtype_of(array)
+            if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
                 raise NamesError(
                     f"only floats can be differentiated, got {_seen(leaf)} in argument {number}, in the gradient of "
                     f"`{_name_of(fn)}`: take it out of the argument, or cast it with astype"

@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 
+from trellis.named.arguments import shown
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Axis, Name, NamesError, name_of
 from trellis.named.index import single
 from trellis.named.operand import on_mesh, operand, types_of
 from trellis.named.reshape import transpose
+from trellis.notation import TypeMismatch
 from trellis.notation.typeof import is_array
 
 
@@ -108,6 +110,21 @@ def restore(tree, name: str, what: str, axes: tuple[str, ...] = ()):
         return NamedArray(x.array, (name, *x.names), slices)
 
     return jax.tree.map(back, tree, is_leaf=is_named)
+
+
+def only_arrays(tree, what: str):
+    """The tree, if JAX can carry, map or choose all that is in it.
+
+    Raises:
+        TypeMismatch: something is neither an array nor a number.
+    """
+    for x in jax.tree.leaves(tree, is_leaf=is_named):
+        if not (is_array(x) or isinstance(x, int | float | complex) or hasattr(x, "__jax_array__")):
+            raise TypeMismatch(
+                f"{what} can only take and return arrays and numbers, got {shown(x)}, in {what}: let the function read "
+                "it from around it instead"
+            )
+    return tree
 
 
 def entered(tree, what: str, *, pending: bool = True, copies: bool = True):

@@ -14,7 +14,7 @@ from trellis.named.axis import Name, name_of
 from trellis.named.backend import fences_layers
 from trellis.named.carry import Elsewhere, check_carry, pinned
 from trellis.named.index import positions
-from trellis.named.mapped import entered, front, inside, is_mapped, length_of, named_leaves, restore
+from trellis.named.mapped import entered, front, inside, is_mapped, length_of, named_leaves, only_arrays, restore
 from trellis.named.operand import refuse_cut, refuse_dealt, refuse_pending
 from trellis.named.placing import whole
 from trellis.named.saving import Keep, checkpoint, layer_written_out, nothing
@@ -79,7 +79,7 @@ def loop(
     ordered = (name,) if by_order else ()
 
     def scanned(carry, *xs):
-        carry, xs = entered(carry, "scan"), entered(xs, "scan")
+        carry, xs = entered(only_arrays(carry, "scan"), "scan"), entered(xs, "scan")
         length = length_of(xs, axis, "scan")
         refuse_cut((name,), "scan")
         refuse_dealt(ordered, "scan")
@@ -92,7 +92,7 @@ def loop(
         def body(carry, moving, *mine):
             slots = [s if m is None else m for m, s in zip(moving, still, strict=True)]
             carry = pinned(carry)
-            new, y = fn(carry, *mine, *inside(jax.tree.unflatten(structure, slots)))
+            new, y = only_arrays(fn(carry, *mine, *inside(jax.tree.unflatten(structure, slots))), "scan")
             check_carry(carry, new, f"a loop over '{name}'", body)
             for each in named_leaves(y):
                 refuse_pending(each, "stacking the results of a loop")

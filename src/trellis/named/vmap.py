@@ -21,7 +21,17 @@ from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Name, NamesError, name_of
-from trellis.named.mapped import Mapped, entered, front, inside, is_mapped, length_of, named_leaves, restore
+from trellis.named.mapped import (
+    Mapped,
+    entered,
+    front,
+    inside,
+    is_mapped,
+    length_of,
+    named_leaves,
+    only_arrays,
+    restore,
+)
 from trellis.named.operand import types_of
 from trellis.named.placing import mapped_name
 from trellis.notation import spec_of
@@ -97,7 +107,7 @@ def _plainly(fn: Callable, tree, length: int, over: Axes = ()):
 
     def call(tree, _=None):
         args, kwargs = inside(tree)
-        return fn(*args, **kwargs)
+        return only_arrays(fn(*args, **kwargs), "vmap")
 
     try:
         if any(axis == 0 for axis in jax.tree.leaves(in_axes)):
@@ -127,6 +137,11 @@ def _in_our_words(error: Exception) -> str | None:
         return (
             "vmap needs arrays of one mesh, got some that are on none, while no layout is in force: call it inside "
             "`with layout:`, which puts them there"
+        )
+    if refuses_copies(error) and mode_of(jax.sharding.get_abstract_mesh()) == "manual":
+        return (
+            "in manual mode JAX cannot map an operation that begins or ends a pending sum or a copy (`~`), got one, in "
+            "vmap: write it by name on the whole array, or go through its positions with jax.lax.map"
         )
     if refuses_copies(error):  # under a map `nn` makes no copies in what is called at once
         return (
