@@ -151,6 +151,17 @@ def test_a_number_that_fills_an_array_does_not_move():
         assert ledger(lambda x: jnp.maximum(x, jax.reshard(filled(x[0]), P())), like).rows
 
 
+def test_a_sum_of_no_elements_moves_nothing():
+    def program(x):
+        return tr.dot(x, x.rename(embed="other"), over="batch"), x.max("batch", initial=-1.0), x.sum("batch")
+
+    layout = tr.Layout(tr.make_mesh(data=4, model=2), compute={"batch": "data"})
+    with layout:
+        sizes = [tr.shard(tr.ones({"batch": size, "embed": 2}), "compute") for size in (0, 4)]
+        assert [ledger(program, x).count() for x in sizes] == [0, 4]
+        assert structure_of(ledger(program, sizes[0]), jax.jit(program).lower(sizes[0]).compile(), layout.mesh).right
+
+
 def test_the_same_value_moves_once():
     def program(x):
         return jax.reshard(x * 2, P(None, None)) + jnp.sin(jax.reshard(x * 2, P(None, None)))

@@ -1,7 +1,7 @@
 """What an operation moves beside what it says: one reading, for the ledger's rows and for memory."""
 
 from trellis.program import Operation, Program
-from trellis.program.flow import uniform, zeros
+from trellis.program.flow import is_empty, uniform, zeros
 from trellis.program.manual import COLLECTIVES
 from trellis.program.rules import Implied, States
 
@@ -25,8 +25,8 @@ class Moved:
         return [implied for implied in self.states.implied(operation) if implied.move.payload]
 
     def of_zeros(self, operation: Operation) -> bool:
-        """Whether it would move zeros, which compilers do not."""
-        return bool(operation.inputs) and self.zeros.issuperset(operation.inputs)
+        """Whether it would move zeros, or what it makes of no elements, which compilers do not."""
+        return bool(operation.inputs) and all(value in self.zeros or is_empty(value) for value in operation.inputs)
 
     def _of_one_number(self, operation: Operation) -> bool:
         """Whether it would move slices of an array that is one known number throughout: each device makes its own."""

@@ -22,6 +22,7 @@ PARTS = frozenset(("split", "dynamic_slice"))
 _ADDS = frozenset(("add", "add_any"))
 # Operations that make zeros of zeros.
 _KEEPS_ZEROS = VIEWS | MOVES | PARTS | _ADDS | {"broadcast_in_dim", "sub", "neg"}
+_SUMS = frozenset(("dot_general", "reduce_sum"))  # zero where nothing is summed
 
 
 def of_parameters(program: Program) -> set[Value]:
@@ -180,6 +181,11 @@ def _computed_with(program: Program, together: bool) -> set[Operation]:
     return found
 
 
+def is_empty(value: Value) -> bool:
+    """Whether an array has no elements."""
+    return 0 in value.shape
+
+
 def zeros(program: Program) -> set[Value]:
     """The values that are zero by the program's text: gradients of what has none, and their sums over microbatches."""
     found: set[Value] = set()
@@ -201,6 +207,8 @@ def zeros(program: Program) -> set[Value]:
             elif operation.name in _KEEPS_ZEROS:
                 read = operation.operands[:1] if operation.name in PARTS else operation.operands
                 found.update(operation.results if all(map(zero, read)) else ())
+            elif operation.name in _SUMS and all(map(is_empty, operation.operands)):
+                found.update(operation.results)
 
     def enter(operation: Operation, body: Body) -> None:
         """What a loop carries is zero if it is at first, and still is after a turn for which that is assumed."""
