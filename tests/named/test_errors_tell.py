@@ -150,9 +150,10 @@ def test_what_jax_refuses_of_plain_arrays_in_slices_is_told_wherever_a_program_i
     ones, axes = jnp.ones((1, 1, 4, 4)), ("NHWC", "HWIO", "NHWC")
     convolved = lambda x: jax.lax.conv_general_dilated(x.array, ones, (1, 1), "SAME", dimension_numbers=axes)
     summed = lambda x: jax.ops.segment_sum(x.array, jnp.arange(2), num_segments=3)
+    chosen = lambda x: jax.lax.switch(x.array.size, [lambda x: x, lambda x: tr.shard(x, {}), lambda x: -x], x)
     with tr.Layout(tr.make_mesh(data=2, model=4), compute={"batch": "data", "chan": "model"}):
         x = tr.shard(tr.ones({"batch": 2, "h": 2, "w": 2, "chan": 4}), "compute")
-        for fn in (convolved, summed):
+        for fn in (convolved, summed, chosen):
             with pytest.raises(
                 MeshError, match=r"knows how the result is sliced.*in test_errors_tell.py:\d+: use named"
             ):

@@ -107,7 +107,7 @@ def unplaced(error: Exception) -> str | None:
     said, *rest = str(error).split("\n")
     if isinstance(error, TrellisError):
         return None
-    if said.startswith("cond branches must have equal output types"):  # and differ in how they are sliced
+    if re.match("(cond|switch) branches must have equal output types", said):  # and differ in how they are sliced
         differ = [line.strip() for line in rest if "@" in line]
         return f"{said.rstrip('.:')}: {differ[0]}" if differ else None
     known = said.startswith(("Resource axis", "scan body function", "Mapped away dimension"))
