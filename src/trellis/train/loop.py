@@ -188,7 +188,7 @@ class _Loop:
     def go(self, work: Work | None, progress: Progress | None, first_collective: str | None) -> Outcome:
         assembled, run = self._assembled, self._run
         restored = self._saved.restore(assembled.abstract, resizable={"vocab": run.model.vocab})
-        start, data = (0, {"tokens": 0}) if restored is None else (restored.step, restored.data)
+        start, data = (0, dict[str, Any](tokens=0)) if restored is None else (restored.step, restored.data)
         state = assembled.init() if restored is None else assembled.at(start - 1).takes(restored.state)
         if restored is not None:
             self._feed.check_text(data.get("text", {}))
