@@ -56,6 +56,28 @@ def test_sources_lie_mixed_within_a_block(stores):
     assert runs.max() < 12 and not np.array_equal(source[:300], source[300:600])
 
 
+def test_weights_are_numbers_of_any_kind(stores):
+    places = [
+        rows_of(Mixture(stores=stores, weights=dict(zip(stores, weights)), max_epochs={"big": epochs})).locate(
+            np.arange(900)
+        )
+        for weights, epochs in (
+            ([0.5, 0.4, 0.1], 1.5),
+            (np.float32([0.5, 0.4, 0.1]), np.float32(1.5)),
+            ([Fraction(1, 2), Fraction(2, 5), np.float64(0.1)], Fraction(3, 2)),
+        )
+    ]
+    for place in places[1:]:
+        assert np.array_equal(place, places[0])
+
+
+@pytest.mark.parametrize("epochs", [-1, math.nan, math.inf, "2", True])
+def test_epochs_that_are_none(stores, epochs):
+    with pytest.raises(UserError, match="The epochs of a source must be a number above 0") as raised:
+        Mixture(stores=stores, weights=ALL, max_epochs={"small": epochs})
+    assert raised.value.seen == f"{epochs!r} of `small`"
+
+
 def test_weights_change_at_steps(stores):
     weights = [(0, {"big": 1}), (10, {"small": 1}), (20, {"big": 1, "middle": 0, "small": 1})]
     mixture = Mixture(stores=stores, weights=weights, block=16)

@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
@@ -55,12 +56,12 @@ class Mixture:
             )
         for step, weights in self.schedule:
             known = not set(weights) - set(self.stores)
-            if not (known and all(map(_is_weight, weights.values())) and sum(weights.values())):
+            if not (known and all(map(_is_amount, weights.values())) and sum(weights.values())):
                 raise UserError(
                     "Weights must be for known sources, with none negative and not all zero.",
                     seen=f"{dict(weights)} of {', '.join(self.stores)}",
                     where=f"Mixture.weights from step {step}",
-                    fix="name each source of `stores` with a weight, at least one of them above 0",
+                    fix="name each source of `stores` with a number as its weight, at least one of them above 0",
                 )
         if unread := [name for name in self.stores if not any(name in weights for _, weights in self.schedule)]:
             raise UserError(
@@ -76,6 +77,14 @@ class Mixture:
                 where="Mixture.max_epochs",
                 fix="use one of " + ", ".join(self.stores),
             )
+        for name, epochs in self.max_epochs.items():
+            if epochs is not None and not _is_amount(epochs):
+                raise UserError(
+                    "The epochs of a source must be a number above 0.",
+                    seen=f"{epochs!r} of `{name}`",
+                    where="Mixture.max_epochs",
+                    fix="use 1 for one pass, 1.5 for one and a half, or leave the source out of `max_epochs`",
+                )
         made_by = {
             name: store.tokenizer_sha256
             for name, store in [*self.stores.items(), *self.validation.items()]
@@ -170,8 +179,8 @@ def check_block(rows: int, where: str) -> None:
         )
 
 
-def _is_weight(value: object) -> bool:
-    return isinstance(value, int | float | Fraction) and math.isfinite(value) and value >= 0
+def _is_amount(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
 
 
 @dataclasses.dataclass(frozen=True)
