@@ -87,6 +87,9 @@ def test_nothing_there(tmp_path):
     with pytest.raises(UserError, match="no zarr.json") as raised:
         open_store(tmp_path / "texts")
     assert f"to make one from text: trellis tokenize {tmp_path / 'texts'} --out" in raised.value.fix
+    with pytest.raises(UserError) as raised:
+        open_store(tmp_path / "texts" / "1.txt")
+    assert raised.value.seen == "a file" and "trellis tokenize" in raised.value.fix.partition("; ")[2]
 
 
 def test_another_zarr_group(tmp_path):

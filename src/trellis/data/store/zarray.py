@@ -63,12 +63,12 @@ def read_metadata(folder: Folder, name: str) -> dict:
             raise ValueError("not a JSON object")
         return value
     except (FileNotFoundError, NotADirectoryError) as error:
-        there = folder.remote or os.path.isdir(folder.url)
-        texts = there and not folder.remote and bool(os.listdir(folder.url))
+        file, there = os.path.isfile(folder.url), folder.remote or os.path.isdir(folder.url)
+        texts = file or (there and not folder.remote and bool(os.listdir(folder.url)))
         fix = f"; to make one from text: trellis tokenize {folder.url} --out stores/mine --train-bpe 512"
         raise UserError(
             "A token store must be a Zarr group.",
-            seen="no zarr.json" if there else "no such folder",
+            seen="a file" if file else "no zarr.json" if there else "no such folder",
             where=folder.url,
             fix="use the path that `trellis tokenize --out` was given" + (fix if texts else ""),
         ) from error
