@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
-from trellis.named.blocks import Blocks, block_of, in_blocks
+from trellis.named.blocks import Blocks, block_of, in_blocks, zeros_in_blocks
 
 WIDE = jax.random.normal(jax.random.key(0), (16, 96)) * jnp.exp(3 * jax.random.normal(jax.random.key(1), (16, 96)))
 
@@ -71,6 +71,16 @@ def test_zeros_stay_zeros_and_what_is_not_finite_shows():
         for bad in (jnp.inf, jnp.nan):
             opened = in_blocks(jnp.ones((2, 64)).at[0, 3].set(bad), 1, key=key).opened()
             assert not jnp.isfinite(opened[0, :32]).any() and (opened[0, 32:] == 1).all() and (opened[1] == 1).all()
+
+
+def test_zeros_are_made_in_blocks_where_rounded_ones_are():
+    layout = tr.Layout(tr.make_mesh(data=4, model=2), params={"embed": "data", "mlp": "model"}, compute={})
+    with layout:
+        x = tr.shard(tr.zeros({"embed": 16, "mlp": 128}))
+        made, rounded = jax.jit(lambda x: (zeros_in_blocks(x, 1), in_blocks(x, 1)))(x)
+    assert jax.tree.structure(made) == jax.tree.structure(rounded)
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(rounded)):
+        assert a.sharding == b.sharding and np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def test_a_block_is_a_divisor_and_no_longer_than_32():

@@ -135,6 +135,17 @@ def _in_blocks(x):
     return isinstance(x, Blocks)
 
 
+@pytest.mark.parametrize("config", [r for r in RULES if getattr(r, "beta1", 0) is not None], ids=lambda r: r.kind)
+def test_eight_bits_begin_without_rounding(config):
+    """A compiler would round the zeros of a first state itself, for minutes."""
+    params = {name: x for name, x in tree(0).items() if name in ("blocks/out", "blocks/up", "final_norm")}
+    init = make_optimizer(config, Constant(warmup_steps=0), steps=1, narrow=lambda p: "norm" not in p.path).init
+    assert "reduce_max" not in str(jax.make_jaxpr(init)(params))
+    begun = [x.opened().array for x in jax.tree.leaves(init(params), is_leaf=_in_blocks) if _in_blocks(x)]
+    assert {x.shape for x in begun} == {PARAMS[name][1] for name in ("blocks/out", "blocks/up")}
+    assert not any(np.any(x) for x in begun)
+
+
 def test_eight_bits_that_slices_cut_are_refused():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):

@@ -116,6 +116,15 @@ def in_blocks(x: Any, dim: int, *, key: jax.Array | None = None, squares: bool =
     )
 
 
+def zeros_in_blocks(x: Any, dim: int) -> Blocks:
+    """What `in_blocks` makes of zeros like an array, named or plain, without rounding them.
+
+    A compiler would round these constants itself, a hundred thousand a second.
+    """
+    types = jax.eval_shape(lambda x: in_blocks(x, dim), x)
+    return Blocks(jax.tree.map(jnp.zeros_like, types.values), jax.tree.map(jnp.ones_like, types.scales))
+
+
 def named_scales(scales: jax.Array, names: tuple[str, ...], dims: tuple[int, ...]) -> NamedArray:
     """Scales by name: `mlp_block` if blocks lie along `mlp`."""
     return NamedArray(scales, tuple(f"{n}_block" if i in dims else n for i, n in enumerate(names)))

@@ -16,7 +16,7 @@ import optax
 
 from trellis.errors import UserError
 from trellis.named import is_named
-from trellis.named.blocks import Blocks, block_of, cut_by, in_blocks
+from trellis.named.blocks import Blocks, block_of, cut_by, in_blocks, zeros_in_blocks
 from trellis.nn.parameters import Parameter, parameters
 from trellis.notation import typeof
 
@@ -51,7 +51,7 @@ def in_eight_bits(
     """
 
     def init(params: Any) -> NarrowState:
-        return NarrowState(jnp.int32(0), _closed(rule.init(params), jnp.int32(0), choose))
+        return NarrowState(jnp.int32(0), _closed(rule.init(params), None, choose))
 
     def update(updates: Any, state: NarrowState, params: Any = None) -> tuple[Any, NarrowState]:
         updates, new = rule.update(updates, _opened(state.rule), params)
@@ -74,9 +74,9 @@ def narrow_parts(state: Any, parts: dict[str, str]) -> set[str]:
     return {part for part in parts if any(p.matches((part,)) for p in blocks)}
 
 
-def _closed(state: Any, count: jax.Array, choose: Callable[[Parameter], bool]) -> Any:
-    """A rule's state with the chosen parts in blocks."""
-    key = jax.random.fold_in(jax.random.key(0), count)
+def _closed(state: Any, count: jax.Array | None, choose: Callable[[Parameter], bool]) -> Any:
+    """A rule's state with the chosen parts in blocks. Without a count it is the first state, which is zeros."""
+    key = None if count is None else jax.random.fold_in(jax.random.key(0), count)
 
     def tree(kept: Any, squares: bool) -> Any:
         def leaf(p: Parameter) -> Any:
@@ -85,6 +85,8 @@ def _closed(state: Any, count: jax.Array, choose: Callable[[Parameter], bool]) -
                 return p.leaf
             dim = block_dim(p)
             _check_slices(path, p, dim)
+            if key is None:
+                return zeros_in_blocks(p.leaf, dim)
             mine = jax.random.fold_in(key, zlib.crc32(path.encode()))
             return in_blocks(p.leaf, dim, key=mine, squares=squares)
 
