@@ -130,7 +130,7 @@ class _Item:
 
 
 Choice = Callable[[Row, _Item], bool]
-Stacked = Literal["last", "second", "first"]
+Stacked = Literal["third", "second", "first", "last"]
 
 
 def _any(row: Row, item: _Item) -> bool:
@@ -179,7 +179,7 @@ class Stock:
             self.items[part.key].append(_Item(part, part.elements * part.collective.times))
 
     def meet(
-        self, rows: Iterable[Row], sizes: Mapping[str, int], stacked: Stacked = "last", *, added: bool = False
+        self, rows: Iterable[Row], sizes: Mapping[str, int], stacked: Stacked = "third", *, added: bool = False
     ) -> list[Match]:
         """Finds what does each row: as asked for at its own line, then as asked for anywhere, then in other ways.
 
@@ -189,7 +189,7 @@ class Stock:
             rows: of the ledger.
             sizes: of the mesh axes.
             stacked: whether sums that a loop stacks are looked for before others of the same loop, before those of the
-                same line, or after all that are done as asked.
+                same line, after all that are done as asked, or after all that are done in other ways.
             added: whether one of several sums whose results are added is looked for, and not each.
         """
         every = [Match(row, _key(row, sizes), Counter(), row.times) for row in rows]
@@ -209,11 +209,13 @@ class Stock:
         self.take_equal(matches)
         self.take_added(matches)
         self.take_pairs(matches)
-        self.take_stacked(matches, exactly=True)
+        if stacked != "last":
+            self.take_stacked(matches, exactly=True)
         for way, recipes in WAYS.items():
             for match in matches:
                 for recipe in recipes(match.key, sizes):
                     self.take(match, way, recipe)
+        self.take_stacked(matches, exactly=True)
         self.take_together(sums)
         self.take_ordered(every)
         self.take_stacked(matches, exactly=False)
