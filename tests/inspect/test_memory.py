@@ -151,7 +151,6 @@ def test_a_gathered_weight_that_is_kept_shows_as_one():
 
 
 def test_what_is_computed_of_parameters_is_not_a_weight():
-    """Elements of a weight may be rounded and moved; a product, and what is made of one, are temporaries."""
     squares = memory(lambda w: jax.nn.softmax(w @ w.T, axis=1), jnp.ones((EMBED, MLP)), compile=False)
     assert set(squares.per_kind()) == {"parameters", "temporaries", "fragmentation"}
     cast = memory(lambda w: w.astype(jnp.bfloat16), jnp.ones((EMBED, MLP)), compile=False)
