@@ -8,7 +8,7 @@ from trellis.hardware.chips import target
 from trellis.plan.adapt import DATA_AXES, adapt, fitted_mesh
 from trellis.plan.quick import quick_plan
 from trellis.plan.text import text
-from trellis.plan.ways_to_fit import excess_lines, least, ways_to_fit
+from trellis.plan.ways_to_fit import changes, excess_lines, least, ways_to_fit
 from trellis.recipes import RECIPES, hardware_of, load_run
 from trellis.recipes.load import load
 from trellis.run.config import MeshSizes
@@ -61,6 +61,18 @@ def test_every_microbatch_has_a_row_on_every_device():
     run, notes = adapt(load_run("llama_8b", {"microbatches": "4"}), target("8xH100"), ())
     assert run.batch_size == 32
     assert notes == ["batch_size 16 -> 32 so that every device has a row in each microbatch; --batch_size N sets it"]
+
+
+def test_parts_side_by_side_have_a_row_on_every_device():
+    run, notes = adapt(load_run("deepseek_v3"), target("v7x:8x8x8"), ())
+    assert run.model.routing.interleave == 2 and run.batch_size == 2048
+    assert any(note.startswith("batch_size 1024 -> 2048 ") for note in notes)
+
+
+def test_a_batch_that_few_microbatches_divide_is_offered_these_alone():
+    run = load_run("tiny", {"batch_size": "36"})
+    offered = [options for options, _ in changes(run)]
+    assert any("--microbatches 4" in each for each in offered) and not any("--microbatches 8" in e for e in offered)
 
 
 def test_sizes_that_grow_all_divide():

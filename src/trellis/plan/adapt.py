@@ -21,7 +21,8 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
 
     A mesh that does not fill it keeps its sizes of all axes but those of data, as far as they divide the target; data
     parallelism takes the rest, on a TPU along each side of the torus. The batch grows to the next multiple of the
-    devices along its mesh axes, times microbatches. What the user gave stays, and is an error if it does not divide.
+    devices along its mesh axes, times microbatches, times the parts of `interleave`. What the user gave stays, and is
+    an error if it does not divide.
 
     Args:
         run: the run.
@@ -165,10 +166,13 @@ def _sizes(mesh: MeshSizes, target: Target) -> dict[str, int] | None:
 
 
 def _parts(run: Run, target: Target) -> int:
-    """How many equal parts a batch is cut into: devices along the mesh axes of `batch`, times microbatches."""
+    """How many equal parts a batch is cut into: devices along the mesh axes of `batch`, times microbatches, times the
+    parts of each that run side by side."""
     layout = make_layout(run.mesh, run.layout, described_devices(target))
     (axes,) = layout.assign(("batch",))
-    return run.parts * math.prod(layout.mesh.shape[axis] for axis in axes)
+    routing = getattr(run.model, "routing", None)
+    side_by_side = 1 if routing is None else routing.interleave
+    return run.parts * side_by_side * math.prod(layout.mesh.shape[axis] for axis in axes)
 
 
 def _shrinks(run: Run) -> int:

@@ -56,7 +56,8 @@ def changes(run: Run) -> Iterator[tuple[str, Run]]:
         before = "" if policy == "saved" else "--remat.policy saved "
         some = [(f"{before}--remat.names {','.join(n)}", _with_policy(run, "saved", n)) for n in some_names(run)]
         remats[-1:-1] = some
-    micro = [_micro(run, factor) for factor in (2, 4, 8)]
+    sizes = [entry.size for entry in run.batch_sizes()]
+    micro = [_micro(run, n) for n in (2, 4, 8) if not any(size % (run.parts * n) for size in sizes)]
     yield from remats
     yield from micro
     if remats:
