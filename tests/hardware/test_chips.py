@@ -87,6 +87,7 @@ def test_own_chips(tmp_path):
         ("a: {like: h100, kind: npu}", "write tpu or gpu"),
         ("a: {like: h100, overlap: [all]}", "write overlap: [gathers, reductions]"),
         ("- 3", "A hardware file must map names to entries."),
+        ("mine: 3", "A hardware file must map names to entries.\n  seen:  mine: 3"),
         ("a: [", "A hardware file must be readable YAML."),
     ],
 )

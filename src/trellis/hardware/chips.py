@@ -304,9 +304,11 @@ def chips(extra: str | None = None) -> dict[str, Chip]:
                 "A hardware file must be readable YAML.", seen=str(error).splitlines()[0], where=extra,
                 fix="see src/trellis/hardware/chips.yaml for the format",
             ) from None  # fmt: skip
-        if not isinstance(more, dict) or not all(isinstance(entry, dict) for entry in more.values()):
+        named = isinstance(more, dict)
+        wrong = [f"{name}: {e}" for name, e in more.items() if not isinstance(e, dict)] if named else [more]
+        if wrong:
             raise UserError(
-                "A hardware file must map names to entries.", seen=type(more).__name__, where=extra,
+                "A hardware file must map names to entries.", seen=str(wrong[0])[:80], where=extra,
                 fix="see src/trellis/hardware/chips.yaml for the format",
             )  # fmt: skip
         for key, entry in more.items():
