@@ -13,11 +13,13 @@ from trellis.hardware.local import local_target
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.memory import memory_of
 from trellis.inspect.work import work
+from trellis.pages.plan import page
 from trellis.plan.advice import advice
 from trellis.plan.links import links_of
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import plan_program, quick_plan
 from trellis.plan.roofline import padded, times
+from trellis.plan.text import particulars, stages_chart
 from trellis.recipes import load_run
 
 CONFIG = Config()
@@ -107,6 +109,18 @@ def test_stages_gather_weights_and_keep_activations_however_many_layers_they_hav
     stacks = [b for b in plan.memory.buffers if b.name == "carry between layers" and b.what.startswith("f32[3 ")]
     assert len(stacks) > 20 and {b.kind for b in stacks} == {"activations"}  # three slots
     assert plan.memory.largest() in plan.memory.kept_by_name()
+
+
+def test_a_page_says_of_stages_what_the_text_says():
+    plan = quick_plan(load_run("tiny", {"mesh.stage": "2", "model.layers": "3"}), target("2x4xH100"))
+    words = page(plan)
+    assert all(f"{name.capitalize()}: {said}." in words for name, said in particulars(plan))
+    assert len(particulars(plan)) == 2 and stages_chart(plan) in words
+
+
+def test_the_formula_of_a_line_is_of_its_longest_piece():
+    plan = quick_plan(small(), target("v5e:2x2"))
+    assert not any(line.formula.startswith("1 x 8 B") and line.seconds > 1e-6 for line in plan.times.lines)
 
 
 @pytest.mark.parametrize(

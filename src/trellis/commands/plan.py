@@ -92,7 +92,7 @@ def execute(args: argparse.Namespace) -> int:
     quick = lambda run: quick_plan(run, where, **assumed)
     planned = lambda run: fullest(plan_phases(run, quick)).plan
     applied = lambda options: with_options(args, options, where)
-    plan, more, narrow, advised, asked = None, [], [], [], run
+    plan, plans, more, narrow, advised, asked = None, [], [], [], [], run
     try:
         plans = plan_phases(run, quick)
         if run.lengths:  # from here on it is about the phase that decides whether the run fits
@@ -151,7 +151,8 @@ def execute(args: argparse.Namespace) -> int:
 
         plan = plan or next(c.plan for c in found.candidates if c.plan)
         Path(args.page).write_text(
-            page(plan, verdict, found, fitted=changed, ways=more, narrow=narrow, advised=advised), encoding="utf-8"
+            page(plan, verdict, found, fitted=changed, ways=more, narrow=narrow, advised=advised, phases=plans),
+            encoding="utf-8",
         )
         print(f"page written to {args.page}", file=sys.stderr)
     if args.json:

@@ -14,9 +14,10 @@ from trellis.pages.plan_pictures import (
 from trellis.plan.advice import advice
 from trellis.plan.frontier import frontier_rows
 from trellis.plan.narrow import HEADER, Brought
+from trellis.plan.phases import PHASES, RIGHT, PhasePlan, about_fullest, about_phases, phases_rows
 from trellis.plan.quick import Plan
 from trellis.plan.search import Found
-from trellis.plan.text import CAVEAT
+from trellis.plan.text import CAVEAT, STAGES, particulars, stages_chart
 from trellis.plan.verdict import Verdict, waited
 
 _STYLE = """
@@ -55,6 +56,7 @@ def page(
     ways: Sequence[str] = (),
     narrow: Sequence[Brought] = (),
     advised: Sequence[str] | None = None,
+    phases: Sequence[PhasePlan] = (),
 ) -> str:
     """The page of a plan.
 
@@ -66,6 +68,7 @@ def page(
         ways: what would make it fit, if it does not.
         narrow: what narrow products gain.
         advised: the plan's advice, if options were tried for it.
+        phases: the plans of all lengths, if sequences become longer.
     """
     mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     title = f"{plan.name} on {plan.target.name}"
@@ -73,14 +76,18 @@ def page(
         f"{plan.target.num_devices} devices, mesh {mesh}; {numbers.count(plan.parameters)} parameters, "
         f"{numbers.count(plan.tokens)} tokens a step"
     )
+    ticks = stages_chart(plan)
     changes = [*ways, *(advice(plan) if advised is None else advised)]
     body = join(
         tag("h1", title),
         _quiet(about),
         *(_quiet(f"Fitted: {line}.") for line in fitted),
+        *(_quiet(f"{name[:1].upper()}{name[1:]}: {words}.") for name, words in particulars(plan)),
         None if plan.fits else tag("p", "By the prediction this does not fit.", class_="bad"),
         _cards(plan, verdict),
         _part("What to change", tag("ul", *(tag("li", line) for line in changes))) if changes else None,
+        _part("Lengths of sequences", *_phases(phases)) if len(phases) > 1 else None,
+        _part("Stages", _quiet(f"{STAGES[:1].upper()}{STAGES[1:]}."), _wide(tag("pre", ticks))) if ticks else None,
         _part("Narrow products", table([b.row() for b in narrow], HEADER, right=(2,))) if narrow else None,
         _part("The devices and the mesh", _wide(slice_picture(plan))),
         _part("Memory of a device", *_memory(plan, verdict)),
@@ -136,11 +143,18 @@ def _cards(plan: Plan, verdict: Verdict | None) -> Markup:
 def _memory(plan: Plan, verdict: Verdict | None) -> list[Markup]:
     rows = [(numbers.size(b.num_bytes), b.kind, b.name, b.what, b.source) for b in plan.memory.buffers[:16]]
     largest = table(rows, ("bytes", "kind", "name", "type", "made at"), right=(0,))
+    host = f" In the host's memory: {numbers.size(plan.memory.host)} a device." if plan.memory.host else ""
     return [
         _wide(memory_picture(plan, verdict.compiled.peak if verdict is not None else None)),
-        _quiet(f"Highest at {plan.memory.where or 'rest'}."),
+        _quiet(f"Highest at {plan.memory.where or 'rest'}." + host),
         tag("details", tag("summary", "The largest buffers at that point"), largest),
     ]
+
+
+def _phases(phases: Sequence[PhasePlan]) -> list[Markup]:
+    about, fullest = about_phases(phases), about_fullest(phases)
+    shown = table(phases_rows(phases), PHASES, right=RIGHT)
+    return [_quiet(f"{about[:1].upper()}{about[1:]}."), shown, _quiet(f"{fullest[:1].upper()}{fullest[1:]}.")]
 
 
 def _times(plan: Plan) -> list[Markup | None]:

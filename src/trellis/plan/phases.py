@@ -9,6 +9,8 @@ from trellis.plan.quick import Plan
 from trellis.run.config import Run
 from trellis.run.lengths import Phase, as_of_phase
 
+PHASES, RIGHT = ("steps", "sequences", "memory", "fits", "a step", "MFU", "all of them"), (2, 4, 5, 6)
+
 
 class PhasePlan(NamedTuple):
     """A phase of a run, and its plan."""
@@ -46,6 +48,11 @@ def fullest(plans: Sequence[PhasePlan]) -> PhasePlan:
 
 def phases_text(plans: Sequence[PhasePlan]) -> str:
     """A line for each phase, and how long the run takes."""
+    return "\n".join([about_phases(plans), aligned(PHASES, phases_rows(plans), right=RIGHT), about_fullest(plans)])
+
+
+def phases_rows(plans: Sequence[PhasePlan]) -> list[tuple[str, ...]]:
+    """The columns `PHASES` of each phase."""
     rows = []
     for each in plans:
         phase, plan = each
@@ -62,16 +69,19 @@ def phases_text(plans: Sequence[PhasePlan]) -> str:
                 numbers.duration(each.seconds),
             )
         )
-    header = ("steps", "sequences", "memory", "fits", "a step", "MFU", "all of them")
-    most = fullest(plans)
-    whole = "all lengths fit" if most.plan.fits else "the run DOES NOT FIT"
-    return "\n".join(
-        [
-            f"lengths of sequences: {whole}; {numbers.duration(sum(p.seconds for p in plans))} of steps",
-            aligned(header, rows, right=(2, 4, 5, 6)),
-            f"what follows is for steps {most.phase.start + 1:,} to {most.phase.stop:,}, which need the most memory",
-        ]
-    )
+    return rows
+
+
+def about_phases(plans: Sequence[PhasePlan]) -> str:
+    """Whether a run fits in all phases, and how long it takes."""
+    whole = "all lengths fit" if fullest(plans).plan.fits else "the run DOES NOT FIT"
+    return f"lengths of sequences: {whole}; {numbers.duration(sum(p.seconds for p in plans))} of steps"
+
+
+def about_fullest(plans: Sequence[PhasePlan]) -> str:
+    """Which phase the rest of a plan is about."""
+    phase = fullest(plans).phase
+    return f"what follows is for steps {phase.start + 1:,} to {phase.stop:,}, which need the most memory"
 
 
 def phases_json(plans: Sequence[PhasePlan]) -> list[dict[str, Any]]:

@@ -376,6 +376,7 @@ def _merged(lines: list[Line]) -> list[Line]:
     merged = []
     for group in groups.values():
         first, often = group[0], max(group, key=lambda line: line.times)
+        longest = max(group, key=lambda line: line.seconds)
         more = f"; and {len(group) - 1} more like it" if len(group) > 1 else ""
         merged.append(
             dataclasses.replace(
@@ -386,7 +387,7 @@ def _merged(lines: list[Line]) -> list[Line]:
                 num_bytes=sum(line.num_bytes for line in group),
                 times=often.times,
                 turns=often.turns,
-                formula=first.formula + more,
+                formula=longest.formula + more,
             )
         )
     return merged

@@ -15,6 +15,7 @@ from trellis.plan.roofline import collective_lines
 
 # The most ticks for which a chart fits on a line.
 MOST_TICKS = 32
+STAGES = "microbatches in the stages, forward (F) and backward (B)"
 
 
 def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
@@ -37,16 +38,28 @@ def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
         f"  speed       {numbers.count(plan.tokens_per_second)} tokens/s, {numbers.count(per_device)} a device",
         f"  waits for   {_waits(plan)}",
     ]
-    if plan.schedule is not None:
-        lines.append(f"  stages      {stages_text(plan.schedule)}")
-    if plan.layers:
-        lines.append(f"  layers      {', '.join(map(str, plan.layers))}: a tick takes as long as the most of them")
-    if plan.load != 1.0:
-        lines.append(f"  load        the fullest device has {plan.load:g} times the rows of an even load")
+    lines += [f"  {name:10}  {words}" for name, words in particulars(plan)]
     if plan.price is not None and (price := plan.dollars_per_billion_tokens) is not None:
         each = numbers.dollars(plan.price)
         lines.append(f"  price       {numbers.dollars(price)} for a billion tokens at {each} a device and hour")
     return "\n".join(lines)
+
+
+def particulars(plan: Plan) -> list[tuple[str, str]]:
+    """What a plan says of some runs only, with its name: of a pipeline, and of experts with an uneven load."""
+    said = []
+    if plan.schedule is not None:
+        said.append(("stages", stages_text(plan.schedule)))
+    if plan.layers:
+        said.append(("layers", f"{', '.join(map(str, plan.layers))}: a tick takes as long as the most of them"))
+    if plan.load != 1.0:
+        said.append(("load", f"the fullest device has {plan.load:g} times the rows of an even load"))
+    return said
+
+
+def stages_chart(plan: Plan) -> str:
+    """Which microbatch each stage of a pipeline has in each tick; nothing without stages, or if it is too wide."""
+    return chart(plan.schedule) if plan.schedule is not None and plan.schedule.ends <= MOST_TICKS else ""
 
 
 def stages_text(schedule: Schedule) -> str:
@@ -166,8 +179,8 @@ def text(
         advised: its advice, if options were tried for it.
     """
     parts = [headline(plan, fitted), memory_table(plan), link_table(plan), time_table(plan, formulas=formulas)]
-    if plan.schedule is not None and plan.schedule.ends <= MOST_TICKS:
-        parts.insert(1, "microbatches in the stages, forward (F) and backward (B)\n\n" + chart(plan.schedule))
+    if ticks := stages_chart(plan):
+        parts.insert(1, f"{STAGES}\n\n{ticks}")
     if found := [*ways, *(advice(plan) if advised is None else advised)]:
         parts.append("what to change\n" + "\n".join(f"  - {line}" for line in found))
     parts.append(CAVEAT)
