@@ -104,6 +104,12 @@ def read(path):
     return text, " ".join(" ".join(reader.words).split()), reader
 
 
+def test_both_mfus_have_a_digit_behind_the_point(tmp_path):
+    write(tmp_path / "metrics.jsonl", [line(1, mfu=0.004, mfu_noncausal=0.0042)])
+    _, words, _ = read(write_report(tmp_path))
+    assert "MFU (0.4 % non-causal)" in words
+
+
 def test_the_page_shows_the_run_and_needs_nothing_else(folder):
     path = write_report(folder)
     assert path == folder / "report.html"

@@ -133,7 +133,7 @@ def tiles(run: RunFolder) -> list[tuple[str, str]]:
 
 
 def _mfu_name(noncausal: float | None) -> str:
-    return "MFU" if noncausal is None else f"MFU ({100 * noncausal:.0f} % non-causal)"
+    return "MFU" if noncausal is None else f"MFU ({100 * noncausal:.1f} % non-causal)"
 
 
 def state(run: RunFolder) -> str:
