@@ -192,3 +192,10 @@ def test_data_takes_what_a_given_axis_leaves(capsys):
     assert "fix:   use --mesh.model 1, 2, 4 or 8\n" in capsys.readouterr().err
     kept = load("llama_8b", {"mesh.data": "-1"})
     assert adapt(kept.run, target("v5e:4x4"), kept.given)[0].mesh == kept.run.mesh
+
+
+def test_where_a_page_cannot_be_is_said_before_anything_is_planned(capsys, tmp_path):
+    for where, seen in ((tmp_path / "none" / "plan.html", "No such file"), (tmp_path, "Is a directory")):
+        assert main(["plan", "tiny", "--on", "v5e:2x2", "--page", str(where)]) == 2
+        said = capsys.readouterr()
+        assert not said.out and seen in said.err and str(where) in said.err

@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import errno
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +83,8 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.run.unheeded import check_given
 
     before = _before(args)
+    if args.page:
+        _check_place(Path(args.page))
     where = target(args.on, args.hardware)
     if args.costs:
         check_takes_costs(where)
@@ -159,6 +163,13 @@ def execute(args: argparse.Namespace) -> int:
         print(json.dumps(out, indent=1))
     faulty = verdict is not None and verdict.structure is not None and not verdict.structure.right
     return 3 if faulty or (held is not None and held.worse) else 0
+
+
+def _check_place(path: Path) -> None:
+    """Refuses to write where there is no folder, or a folder of this name, before anything takes time."""
+    if path.is_dir() or not path.parent.is_dir():
+        number = errno.EISDIR if path.is_dir() else errno.ENOENT
+        raise OSError(number, os.strerror(number), str(path))
 
 
 def _before(args: argparse.Namespace) -> Any:
