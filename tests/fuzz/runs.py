@@ -9,11 +9,13 @@ compiled program matches its ledger as the trainer demands; or an error of ours 
 
 import argparse
 import dataclasses
+import functools
 import random
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -252,30 +254,39 @@ def _rule(error: TrellisError) -> str:
     return " | ".join(line.strip() for line in str(error).splitlines()[:2])[:200]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.runs", description=__doc__)
-    parser.add_argument("--count", type=int, default=100, help="how many runs (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="the first seed; a seed is one run")
-    parser.add_argument("--many", action="store_true", help="on 9 to 24 devices, instead of up to 8")
-    parser.add_argument("--on", default="", help="compiled for this chip, and executed by `prove`: v5e, H100, ...")
-    options, counts = parser.parse_args(), Counter()
-    if options.many:
-        jax.config.update("jax_num_cpu_devices", max(_MANY[0]))
-        leave_threads(max(_MANY[0]))
-    for seed in range(options.seed, options.seed + options.count):
+def told(seeds: Iterable[int], judge: Callable[[int], Found], draw: Callable[[int], object]) -> int:
+    """Judges what seeds stand for and prints what comes of each; of what is wrong, also what was drawn. The exit
+    status."""
+    counts = Counter()
+    for seed in seeds:
         begin = time.monotonic()
         try:
-            found = proven(seed, options.on, options.many) if options.on else judge(seed, options.many)
+            found = judge(seed)
         except Exception as error:
             traceback.print_exc()
             found = Found("error", f"{type(error).__name__}: {error!s:.200}")
         counts[found.what] += 1
         print(f"seed {seed}: {found.what} in {time.monotonic() - begin:.0f} s: {found.why}", flush=True)
         if found.what in ("wrong", "error"):
-            print(f"    {draw(seed, options.many)}", flush=True)
+            print(f"    {draw(seed)}", flush=True)
         jax.clear_caches()
     print(", ".join(f"{count} {what}" for what, count in counts.most_common()))
     return 1 if counts["wrong"] or counts["error"] else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.runs", description=__doc__)
+    parser.add_argument("--count", type=int, default=100, help="how many runs (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed; a seed is one run")
+    parser.add_argument("--many", action="store_true", help="on 9 to 24 devices, instead of up to 8")
+    parser.add_argument("--on", default="", help="compiled for this chip, and executed by `prove`: v5e, H100, ...")
+    options = parser.parse_args()
+    if options.many:
+        jax.config.update("jax_num_cpu_devices", max(_MANY[0]))
+        leave_threads(max(_MANY[0]))
+    found = lambda seed: proven(seed, options.on, options.many) if options.on else judge(seed, options.many)
+    seeds = range(options.seed, options.seed + options.count)
+    return told(seeds, found, functools.partial(draw, many=options.many))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ that was never stopped, or an error of ours refuses it.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import io
 import random
 import shutil
 import sys
 import tempfile
-import time
-import traceback
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ import jax
 import yaml
 
 import conftest  # noqa: F401  before anything imports JAX: eight CPU devices, the tests' strictness and their compiler
-from tests.fuzz.runs import Found, mesh_sizes
+from tests.fuzz.runs import Found, mesh_sizes, told
 from tests.models.small import CONFIGS
 from tests.train.small import VOCAB, make_run
 from trellis.commands import line
@@ -183,24 +181,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.trainings", description=__doc__)
     parser.add_argument("--count", type=int, default=30, help="how many trainings (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed; a seed is one training")
-    options, counts = parser.parse_args(), Counter()
+    options = parser.parse_args()
+    seeds = range(options.seed, options.seed + options.count)
     jax.devices()  # eight for all: a command that is run first would ask for another number
     with tempfile.TemporaryDirectory() as name:
         make_run(Path(name))
-        for seed in range(options.seed, options.seed + options.count):
-            begin = time.monotonic()
-            try:
-                found = judge(seed, Path(name))
-            except Exception as error:
-                traceback.print_exc()
-                found = Found("error", f"{type(error).__name__}: {error!s:.200}")
-            counts[found.what] += 1
-            print(f"seed {seed}: {found.what} in {time.monotonic() - begin:.0f} s: {found.why}", flush=True)
-            if found.what in ("wrong", "error"):
-                print(f"    {draw(seed)}", flush=True)
-            jax.clear_caches()
-    print(", ".join(f"{count} {what}" for what, count in counts.most_common()))
-    return 1 if counts["wrong"] or counts["error"] else 0
+        return told(seeds, functools.partial(judge, folder=Path(name)), draw)
 
 
 if __name__ == "__main__":
