@@ -25,6 +25,8 @@ RULES = {
     "muon": lambda: by_compiler(optax.contrib.muon(RATE)),
     "prodigy": lambda: by_compiler(optax.contrib.prodigy()),
     "momo": lambda: by_compiler(optax.contrib.momo(RATE)),
+    "mechanize": lambda: by_compiler(optax.contrib.mechanize(optax.adam(RATE))),
+    "adaptive_grad_clip": lambda: optax.chain(by_compiler(optax.adaptive_grad_clip(0.1)), optax.sgd(RATE)),
     "lbfgs": lambda: by_compiler(on_arrays(optax.lbfgs(RATE, linesearch=None))),
     "apply_if_finite": lambda: by_compiler(optax.apply_if_finite(optax.adam(RATE), 3)),
 }
