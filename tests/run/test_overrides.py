@@ -271,7 +271,7 @@ def test_what_is_inside_of_a_new_kinds_field_is_as_the_kind_has_it():
 
 def test_help_has_the_fields_of_the_kind_that_an_option_picks():
     text = help_text(tiny(), {"model.family": "deepseek_v3", "model.heads": "6"})
-    assert "  --model.q_latent  <int>  [required]\n      Width that a token's queries are made from." in text
+    assert "  --model.kv_latent  <int>  [required]\n      Width that a token's keys and values are made from." in text
     assert "  --model.layers  <int>  [2]\n" in text and "  --model.heads  <int>  [6]\n" in text
     assert "  --model.routing.scores  <softmax | sigmoid>  [sigmoid]\n" in text and "--model.kv_heads" not in text
     assert "      llama has vocab, embed, layers," in text and "deepseek_v3 has" not in text
