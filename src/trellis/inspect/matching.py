@@ -215,7 +215,8 @@ class Stock:
             for match in matches:
                 for recipe in recipes(match.key, sizes):
                     self.take(match, way, recipe)
-        self.take_stacked(matches, exactly=True)
+        if stacked == "last":
+            self.take_stacked(matches, exactly=True)
         self.take_together(sums)
         self.take_ordered(every)
         self.take_stacked(matches, exactly=False)

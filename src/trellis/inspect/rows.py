@@ -46,7 +46,7 @@ class Row:
         added: the number of the operation that adds what it brings to others, if nothing else reads it; else -1.
         number, made, read: the numbers of its operation, of that which makes what it moves, and of the first that reads
             what comes.
-        awaited: whether layers wait for what comes, although they do not read it: a fence has it beside what they read.
+        awaited: whether layers read what comes, or wait for it: a fence has it beside what they read.
     """
 
     kind: str

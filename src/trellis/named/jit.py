@@ -17,7 +17,7 @@ from trellis.named.arguments import function_of, shown
 from trellis.named.array import NamedArray, asking, check_rank, holds_none, is_named, notice
 from trellis.named.axis import NamesError
 from trellis.named.operand import in_order_here, on_mesh
-from trellis.named.refusals import jaxs_in_our_words
+from trellis.named.refusals import jaxs_in_our_words, raise_in_our_words
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 from trellis.program import refuse_traced
@@ -208,8 +208,11 @@ def named_jit(
         if traced > len(right):  # one was refused, or traced for its types; JAX has kept it
             read(*args, **kwargs)
         before = traced
-        with jaxs_in_our_words(name, "named_jit"):
+        try:  # not a context, which would be made in each call
             results = compiled(*args, **kwargs)
+        except Exception as error:
+            raise_in_our_words(error, name, "named_jit")
+            raise
         if traced > before:
             read(*args, **kwargs)
         return results

@@ -34,13 +34,18 @@ def jaxs_in_our_words(name: str, verb: str) -> Generator[None]:
     """
     try:
         yield
-    except TrellisError:
-        raise
     except Exception as error:
-        raise_of_derivatives(error, name)
-        if said := unplaced(error):
-            _refuse_unplaced(error, said, verb)
+        raise_in_our_words(error, name, verb)
         raise
+
+
+def raise_in_our_words(error: Exception, name: str, verb: str) -> None:
+    """As `jaxs_in_our_words`, of an error that was caught; lets any other error pass."""
+    if isinstance(error, TrellisError):
+        return
+    raise_of_derivatives(error, name)
+    if said := unplaced(error):
+        _refuse_unplaced(error, said, verb)
 
 
 def _refuse_unplaced(error: Exception, said: str, verb: str) -> NoReturn:

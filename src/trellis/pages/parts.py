@@ -8,11 +8,9 @@ from typing import Any
 
 from trellis.figures.html import Markup, join, section, table, tag
 from trellis.figures.numbers import count, duration, size
+from trellis.inspect.buffers import KINDS
 from trellis.train.timeline import ENDS
 
-# Each kind of memory keeps its colour, whichever kinds there are.
-_KINDS = ("parameters", "optimizer", "gradients", "activations", "weights in use", "batch", "temporaries",
-          "fragmentation", "other")  # fmt: skip
 _LAYERS = "layers"
 
 
@@ -22,8 +20,9 @@ def memory(about: Mapping[str, Any]) -> Markup | None:
     if not held:
         return None
     total, limit = sum(held.values()), (about.get("machine") or {}).get("device_memory")
-    kinds = sorted(held, key=lambda kind: _KINDS.index(kind) if kind in _KINDS else len(_KINDS))
-    colour = lambda kind: f"k{min(_KINDS.index(kind), 7) if kind in _KINDS else 7}"
+    place = lambda kind: KINDS.index(kind) if kind in KINDS else len(KINDS)
+    kinds = sorted(held, key=place)
+    colour = lambda kind: f"k{min(place(kind), 7)}"  # each keeps its own, whichever kinds there are
     scale = max(limit or 0, total) or 1
     bars = [tag("i", class_=colour(k), style=f"width:{100 * held[k] / scale:.2f}%", title=k) for k in kinds]
     keys = [tag("div", tag("span", tag("i", class_=colour(kind)), kind), tag("b", size(held[kind]))) for kind in kinds]

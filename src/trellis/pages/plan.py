@@ -82,12 +82,12 @@ def page(
         tag("h1", title),
         _quiet(about),
         *(_quiet(f"Fitted: {line}.") for line in fitted),
-        *(_quiet(f"{name[:1].upper()}{name[1:]}: {words}.") for name, words in particulars(plan)),
+        *(_sentence(f"{name}: {words}") for name, words in particulars(plan)),
         None if plan.fits else tag("p", "By the prediction this does not fit.", class_="bad"),
         _cards(plan, verdict),
         _part("What to change", tag("ul", *(tag("li", line) for line in changes))) if changes else None,
         _part("Lengths of sequences", *_phases(phases)) if len(phases) > 1 else None,
-        _part("Stages", _quiet(f"{STAGES[:1].upper()}{STAGES[1:]}."), _wide(tag("pre", ticks))) if ticks else None,
+        _part("Stages", _sentence(STAGES), _wide(tag("pre", ticks))) if ticks else None,
         _part("Narrow products", table([b.row() for b in narrow], HEADER, right=(2,))) if narrow else None,
         _part("The devices and the mesh", _wide(slice_picture(plan))),
         _part("Memory of a device", *_memory(plan, verdict)),
@@ -115,6 +115,10 @@ def _part(title: str, *children: object) -> Markup:
 
 def _quiet(words: str) -> Markup:
     return tag("p", words, class_="quiet")
+
+
+def _sentence(words: str) -> Markup:
+    return _quiet(f"{words[:1].upper()}{words[1:]}.")
 
 
 def _wide(picture: Markup | None) -> Markup:
@@ -152,9 +156,8 @@ def _memory(plan: Plan, verdict: Verdict | None) -> list[Markup]:
 
 
 def _phases(phases: Sequence[PhasePlan]) -> list[Markup]:
-    about, fullest = about_phases(phases), about_fullest(phases)
     shown = table(phases_rows(phases), PHASES, right=RIGHT)
-    return [_quiet(f"{about[:1].upper()}{about[1:]}."), shown, _quiet(f"{fullest[:1].upper()}{fullest[1:]}.")]
+    return [_sentence(about_phases(phases)), shown, _sentence(about_fullest(phases))]
 
 
 def _times(plan: Plan) -> list[Markup | None]:

@@ -10,6 +10,7 @@ from trellis.hardware.chips import Target
 from trellis.hardware.described import described_devices
 from trellis.run.config import BatchSize, Run
 from trellis.run.layouts import AXES, MeshSizes, make_layout
+from trellis.run.on_mesh import batch_parts
 
 DATA_AXES = ("data", "data_y", "data_z")
 # The others, in the order in which they take their devices.
@@ -168,11 +169,9 @@ def _sizes(mesh: MeshSizes, target: Target) -> dict[str, int] | None:
 def _parts(run: Run, target: Target) -> int:
     """How many equal parts a batch is cut into: devices along the mesh axes of `batch`, times microbatches, times the
     parts of each that run side by side."""
-    layout = make_layout(run.mesh, run.layout, described_devices(target))
-    (axes,) = layout.assign(("batch",))
+    parts = batch_parts(run, make_layout(run.mesh, run.layout, described_devices(target)))
     routing = getattr(run.model, "routing", None)
-    side_by_side = 1 if routing is None else routing.interleave
-    return run.parts * side_by_side * math.prod(layout.mesh.shape[axis] for axis in axes)
+    return math.prod(parts.values()) * (1 if routing is None else routing.interleave)
 
 
 def _shrinks(run: Run) -> int:

@@ -145,8 +145,8 @@ def roles(program: Program) -> dict[Operation, str]:
 
 
 def awaited(program: Program) -> set[Operation]:
-    """The operations whose first result no layer reads, but a fence beside what layers read: these wait for it."""
-    return _computed_with(program, together=True) - _computed_with(program, together=False)
+    """The operations whose first result layers read, or wait for: a fence has it beside what they read."""
+    return _computed_with(program, together=True)
 
 
 def _computed_with(program: Program, together: bool) -> set[Operation]:

@@ -48,25 +48,30 @@ def check_on_mesh(run: Run, layout: Layout, model: LanguageModel) -> None:
 
 def _check_batch(run: Run, layout: Layout) -> None:
     """Refuses batches that the mesh axes of `batch` and `pos` do not divide."""
-    rows, positions = ({axis: layout.mesh.shape[axis] for axis in axes} for axes in layout.assign(("batch", "pos")))
-    parts = {"microbatches": run.parts} if run.parts > 1 else {}
     rule = "The batch must split evenly over the mesh axes of `batch` and into microbatches."
     for entry in run.batch_sizes():
-        _check_divides(rule, "batch_size", entry.size, rows | parts)
+        _check_divides(rule, "batch_size", entry.size, batch_parts(run, layout))
     rule = "A sequence must split evenly over the mesh axes of `pos`."
+    _, axes = layout.assign(("batch", "pos"))
+    positions = {axis: layout.mesh.shape[axis] for axis in axes}
     _check_divides(rule, "data.sequence_length", run.data.sequence_length, positions)
+
+
+def batch_parts(run: Run, layout: Layout) -> dict[str, int]:
+    """Into how many parts a batch is cut, by what cuts it: the mesh axes of `batch`, and microbatches."""
+    (axes,) = layout.assign(("batch",))
+    parts = {axis: layout.mesh.shape[axis] for axis in axes}
+    return parts | ({"microbatches": run.parts} if run.parts > 1 else {})
 
 
 def _check_parts(run: Run, layout: Layout, routing: Routing) -> None:
     """Refuses batches if a device's sequences cannot be divided into the requested number of parts side by side."""
     if routing.interleave == 1:
         return
-    (axes,) = layout.assign(("batch",))
-    rows = {axis: layout.mesh.shape[axis] for axis in axes}
-    rows |= {"microbatches": run.parts} if run.parts > 1 else {}
+    rows = batch_parts(run, layout) | {"model.routing.interleave": routing.interleave}
     rule = "A device's sequences of a microbatch must split evenly into the parts of `interleave`."
     for entry in run.batch_sizes():
-        _check_divides(rule, "batch_size", entry.size, rows | {"model.routing.interleave": routing.interleave})
+        _check_divides(rule, "batch_size", entry.size, rows)
 
 
 def _check_dealt(layout: Layout, declared: Sequence[Parameter]) -> None:

@@ -45,10 +45,9 @@ def _unheeded(run: Run) -> Iterator[tuple[str, UserError]]:
         fix = f"use --checkpoints.every {keep} with it, or leave it out"
         yield _told("checkpoints.keep_every", rule, f"keep_every={keep}, checkpoints.every=null", fix)
     elif every and keep and keep <= run.steps < math.lcm(every, keep):
-        rule = "`checkpoints.keep_every` keeps what `checkpoints.every` writes: one must be a multiple of the other."
-        fix = (
-            f"use --checkpoints.keep_every {-(-keep // every) * every}, or --checkpoints.every {math.gcd(every, keep)}"
-        )
+        rule = "`checkpoints.keep_every` keeps some of what `checkpoints.every` writes."
+        multiple, divisor = -(-keep // every) * every, math.gcd(every, keep)
+        fix = f"use --checkpoints.keep_every {multiple}, or --checkpoints.every {divisor}"
         seen = f"keep_every={keep}, checkpoints.every={every}, of which {run.steps} steps have no common multiple"
         yield _told("checkpoints.keep_every", rule, seen, fix)
     if run.evaluation.every is None and run.evaluation.sample:

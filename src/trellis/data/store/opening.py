@@ -2,7 +2,7 @@
 
 import os
 
-from trellis.data.storage import is_remote, open_folder
+from trellis.data.storage import LocalFolder, RemoteFolder, is_remote, open_folder
 from trellis.data.store.bin_files import BinStore, MegatronStore, write_bin
 from trellis.data.store.levanter import LevanterStore, write_levanter
 from trellis.data.store.seqax import FlatTokens, write_flat_tokens
@@ -36,7 +36,7 @@ def _foreign(url: str) -> TokenStore | None:
         with_index = not is_remote(url) and os.path.exists(url[:-4] + ".idx")
         return MegatronStore(url) if with_index else BinStore(url)
     folder = open_folder(url)
-    if folder.exists("zarr.json") and _is_own(folder):
+    if is_own(folder):
         return None
     if folder.exists("encoded_tokens/.zarray") or folder.exists("encoded_tokens/zarr.json"):
         return FlatTokens(url)
@@ -53,8 +53,9 @@ def _foreign(url: str) -> TokenStore | None:
     return None
 
 
-def _is_own(folder) -> bool:
-    return b'"trellis"' in folder.read("zarr.json")
+def is_own(folder: LocalFolder | RemoteFolder) -> bool:
+    """Whether a folder is a store in Trellis's own format, of any version, finished or not."""
+    return folder.exists("zarr.json") and b'"trellis"' in folder.read("zarr.json")
 
 
 def convert(store: TokenStore, out: str, *, to: str, split: str = "train") -> None:
@@ -77,7 +78,7 @@ def convert(store: TokenStore, out: str, *, to: str, split: str = "train") -> No
             where="STORE",
             fix="train on it as it is, or convert a store that was tokenized without --chat",
         )
-    if not out.endswith(".bin") and (folder := open_folder(out)).exists("zarr.json") and _is_own(folder):
+    if not out.endswith(".bin") and is_own(open_folder(out)):
         raise UserError(
             "A converted store must be written to a place of its own.",
             seen="a token store of Trellis",

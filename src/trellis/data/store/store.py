@@ -99,24 +99,18 @@ class Store(TokenStore):
     def tokens(self, start: int, stop: int) -> np.ndarray:
         values = self.arrays["tokens"].read(start, stop)
         if values.size and (largest := int(values.max())) >= self.vocab_size:
-            raise DamagedChunk(
-                f"{self.url}, tokens {start:,} to {stop:,}",
-                f"id {largest} in a vocabulary of {self.vocab_size}",
-                "tokens",
-                start // self.arrays["tokens"].chunk,
-            )
+            raise self._damaged("tokens", start, stop, f"id {largest} in a vocabulary of {self.vocab_size}")
         return values
 
     def offsets(self, start: int, stop: int) -> np.ndarray:
         values = self.arrays["offsets"].read(start, stop).astype(np.int64)
         if (np.diff(values) < 0).any() or (values.size and int(values[-1]) > self.num_tokens):
-            raise DamagedChunk(
-                f"{self.url}, offsets {start:,} to {stop:,}",
-                f"no increasing numbers up to {self.num_tokens:,}",
-                "offsets",
-                start // self.arrays["offsets"].chunk,
-            )
+            raise self._damaged("offsets", start, stop, f"no increasing numbers up to {self.num_tokens:,}")
         return values
+
+    def _damaged(self, name: str, start: int, stop: int, problem: str) -> DamagedChunk:
+        where = f"{self.url}, {name} {start:,} to {stop:,}"
+        return DamagedChunk(where, problem, name, start // self.arrays[name].chunk)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
         if not self.has_loss_mask:

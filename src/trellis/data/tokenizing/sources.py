@@ -10,8 +10,8 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 
 from trellis.data.blocks import Block
-from trellis.data.storage import filesystem, is_remote, local_path, with_retries
-from trellis.data.store.store import FORMAT
+from trellis.data.storage import filesystem, is_remote, local_path, open_folder, with_retries
+from trellis.data.store.opening import is_own
 from trellis.data.tokenizing import formats
 from trellis.data.tokenizing.json_files import json_records
 from trellis.errors import UserError
@@ -229,18 +229,10 @@ def _inside(path):
     for folder, folders, files in os.walk(path, followlinks=True, onerror=refuse):
         _check_once(first, folder, os.path.realpath(folder))
         folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and not _is_store(os.path.join(folder, name))
+            name for name in folders if not name.startswith(".") and not is_own(open_folder(os.path.join(folder, name)))
         )
         names += [os.path.join(folder, name) for name in files if not name.startswith(".")]
     return names
-
-
-def _is_store(folder):
-    try:
-        with open(os.path.join(folder, "zarr.json"), "rb") as file:
-            return f'"{FORMAT}"'.encode() in file.read()
-    except OSError:
-        return False
 
 
 def _remote(url):

@@ -102,7 +102,7 @@ class _Frames(io.RawIOBase):
                 data = self._frame.unused_data
                 if self._frame.eof:
                     self._frame, self._inside = self._opened(), False
-            self._ready = b"".join(parts)
+            self._ready = memoryview(b"".join(parts))  # which is not copied to take a part of it
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
