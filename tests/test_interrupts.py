@@ -71,7 +71,7 @@ import atexit, signal, time
 from trellis.interrupts import end_at_once_on_interrupt
 atexit.register(time.sleep, 60)
 atexit.register(signal.raise_signal, signal.SIGINT)
-print("done")
+print("done", flush=True)
 end_at_once_on_interrupt(3)
 """
     end = ended(program)

@@ -26,10 +26,8 @@ def is_tracer(x) -> bool:
 
 
 def mapped_over() -> frozenset[str]:
-    """The explicit mesh axes over which the `vmap`s around this code slice what they map, also in a backward rule.
-
-    The trace in force is public; what it consists of is private, in JAX 0.10.2 to 0.12.0.
-    """
+    """The explicit mesh axes over which the `vmap`s around this code slice what they map, also in a backward rule, by
+    private names of JAX 0.10.2 to 0.12.0."""
     mapped = (getattr(trace, "axis_data", None) for trace in _traces_around())
     return frozenset(axis for data in mapped for axis in getattr(data, "explicit_mesh_axis", None) or ())
 

@@ -7,16 +7,31 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 from trellis.errors import UserError
 
+CACHE_ELSEWHERE = "set the environment variable XDG_CACHE_HOME to a folder that can be written"
+
 
 def cache_folder(name: str) -> Path:
-    """One of Trellis's folders in the user's cache: `compiled`, `data`, `measured` or `plan`. It need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trellis" / name
+    """One of Trellis's folders in the user's cache: `compiled`, `data`, `measured` or `plan`. It need not exist.
+
+    Raises:
+        UserError: the user has no home, as in a container with a user that the system does not know.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trellis" / name
+    except RuntimeError as error:
+        raise UserError(
+            "The user's cache folder must be known.",
+            seen="neither HOME nor XDG_CACHE_HOME is set",
+            where=f"the cache of `{name}`",
+            fix=CACHE_ELSEWHERE,
+        ) from error
 
 
 def check_utf8(text: str, rule: str, where: str, fix: str = "write it in UTF-8") -> None:
@@ -26,6 +41,8 @@ def check_utf8(text: str, rule: str, where: str, fix: str = "write it in UTF-8")
         UserError: with the rule.
     """
     if not is_utf8(text):
+        if sys.getfilesystemencoding() != "utf-8":
+            fix = "set the environment variable LC_ALL to C.UTF-8"  # it may have been UTF-8, and was read as ASCII
         raise UserError(rule, seen=repr(text), where=where, fix=fix)
 
 

@@ -50,7 +50,7 @@ def end_now(code: int) -> NoReturn:
     That takes down XLA's client. If its threads are still computing, as where Ctrl-C came in between, they find it gone
     and abort the process.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # the reader is gone, or it is closed
             stream.flush()
     os._exit(code)
@@ -73,7 +73,6 @@ def end_at_once_on_interrupt(code: int) -> None:
     An interrupt in a function that Python calls at its exit would print that function's traceback.
     """
     if threading.current_thread() is threading.main_thread():  # only that one may set handlers
-        sys.stdout.flush()
         signal.signal(signal.SIGINT, lambda *_: os._exit(code))
 
 

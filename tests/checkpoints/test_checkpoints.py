@@ -352,6 +352,72 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path, w
         assert checkpoints.steps() == [int(state["step"])]
 
 
+def test_what_holds_no_values_is_refused(tmp_path):
+    gone = jnp.ones(3)
+    gone.delete()
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(UserError, match=r"hold their values(.|\n)*an array which was donated") as error:
+            checkpoints.save(1, {"w": gone})
+        assert error.value.where == "w" and error.value.fix == "save the state that the step returned"
+        with pytest.raises(UserError, match=r"an array which is being traced(.|\n)*save outside of jax.jit"):
+            jax.jit(lambda w: checkpoints.save(1, {"w": w}))(jnp.ones(3))
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_are_saved_in_the_order_of_their_steps(tmp_path):
+    state = {"w": jnp.ones(8)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state)
+        with pytest.raises(UserError, match="in the order of their steps(.|\n)*step 2 after step 3") as error:
+            checkpoints.save(2, state)
+        assert error.value.fix.startswith("use another folder")
+        assert checkpoints.steps() == [3] and not checkpoints.save(3, state)
+
+
+def test_what_is_being_written_is_not_taken_for_cut_off(tmp_path, monkeypatch):
+    state = {"w": jnp.ones(8)}
+    finish, go = Checkpoints._finish, threading.Event()
+    monkeypatch.setattr(Checkpoints, "_finish", lambda *args: (go.wait(9), finish(*args)))
+    lines: list[str] = []
+    with Checkpoints(tmp_path) as one:
+        one.save(1, state)
+        with Checkpoints(tmp_path, report=lines.append) as other:
+            with pytest.raises(UserError, match="Only one `Checkpoints` at a time can write") as error:
+                other.save(2, state)
+            assert error.value.fix.endswith("open it with read_only=True")
+            go.set()
+            one.wait()
+            assert other.steps() == [1] and other.save(2, state)
+    assert lines == [] and other.steps() == [1, 2]
+
+
+def test_what_is_not_in_a_checkpoint_cannot_be_read(tmp_path):
+    state = {"a.b": jnp.arange(6.0).reshape(2, 3), "s": jnp.float32(7)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        np.testing.assert_array_equal(checkpoints.read(1, "a.b", 1), [3, 4, 5])  # it waits, as a restore does
+        for step, name, layer, seen, fix in (
+            (2, "s", None, "no finished checkpoint of this step", "use one of `steps()`"),
+            (1, "w", None, "no `w`", "use one of: a.b, s"),
+            (1, "a.b", -1, "layer -1 of `a.b` of shape (2, 3)", "use 0 to 1"),
+            (1, "s", 0, "layer 0 of `s` of shape ()", "leave it out"),
+        ):
+            with pytest.raises(UserError, match="What is read of a checkpoint must be in it") as error:
+                checkpoints.read(step, name, layer)
+            assert (error.value.seen, error.value.fix) == (seen, fix)
+
+
+def test_a_target_has_leaves_in_slices_of_one_size(tmp_path, wide):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(6)})
+        target = jax.ShapeDtypeStruct((6,), jnp.float32, sharding=jax.NamedSharding(wide, P("data")))
+        with pytest.raises(UserError, match="Slices of a target must be of one size") as error:
+            checkpoints.restore({"w": target})
+        assert error.value.where == "w" and "'data': 4" in error.value.seen
+        with pytest.raises(UserError, match="The target of a restore must have leaves"):
+            checkpoints.restore({}, partial=True)
+
+
 @pytest.mark.parametrize("axis_type", ["explicit", "auto"])
 def test_a_target_on_a_mesh_says_where_its_arrays_lie(tmp_path, axis_type):
     def initial():
@@ -382,6 +448,8 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, wide):
 def test_a_run_keeps_its_newest_checkpoint(tmp_path):
     with pytest.raises(UserError, match="must keep at least its newest checkpoint"):
         Checkpoints(tmp_path, keep_latest=0)
+    with pytest.raises(UserError, match="Checkpoints of multiples of a step are kept from step 1 on"):
+        Checkpoints(tmp_path, keep_every=0)
 
 
 def test_a_folder_that_is_gone_is_told_by_the_system_and_leaves_no_thread(tmp_path, wide):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import trellis as tr
 from tests.mesh.told import told
@@ -253,9 +254,33 @@ def test_refused_before_anything_is_compiled(mesh, product, ring, message):
 
 
 def test_a_ring_has_at_least_one_chunk():
-    message = "a slice must travel in at least one chunk, got chunks=0, in Ring('y'): pass 1 or more"
-    with pytest.raises(RingError, match=re.escape(message)):
-        Ring(axis="y", chunks=0)
+    for chunks in (0, 1.5):
+        message = f"a slice must travel in at least one chunk, got chunks={chunks}, in Ring('y'): pass 1 or more"
+        with pytest.raises(RingError, match=re.escape(message)):
+            Ring(axis="y", chunks=chunks)
+
+
+def test_a_product_has_a_weight(mesh):
+    text = "batch/x embed/y, embed mlp/y, mlp/y embed"
+    x, down = (struct_shapes(f32[t], SIZES, mesh) for t in ("batch/x embed/y", "mlp/y embed"))
+    none = lambda x, down: feed_forward(text, x, [], down, lambda *given: given, ring=Ring(axis="y"))
+    manual = jax.shard_map(none, mesh=mesh, in_specs=(P("x", "y"), P("y")), out_specs=P("x", "y"))
+    with pytest.raises(tr.NotationError, match="a product in a ring needs a weight, got none, in gather_matmul"):
+        jax.eval_shape(manual, x, down)
+
+
+def test_what_a_reduced_product_gathers_is_named(mesh):
+    """Also where another mesh axis slices the name that the ring gathers."""
+    mesh = tr.make_mesh(x=2, y=2, z=2)
+
+    @tr.shard_map
+    def ours(a: f32["batch/x embed/y"], b: f32["embed/y mlp/z"]) -> f32["batch/x mlp/z"]:
+        return matmul_reduce("batch/x embed/y, embed/y mlp/z -> batch/x mlp/z", a, b, ring=Ring(axis="y"))
+
+    with jax.set_mesh(mesh):
+        rows = tr.ledger(ours, *(struct_shapes(f32[t], SIZES, mesh) for t in ("batch/x embed/y", "embed/y mlp/z")))
+    gathers = [row.what for row in rows if row.kind == "all-gather"]
+    assert gathers == ["batch/x mlp/z/y -> batch/x mlp/z"]
 
 
 def test_outside_of_manual_mode(mesh):

@@ -37,7 +37,11 @@ def test_what_bash_completes(complete):
     assert complete("train", "tiny", "--remat.policy", "o") == ["offload"]
     assert complete("train", "tiny", "--data.mask_documents", "") == ["true", "false"]
     assert set(complete("train", "--optimizer", "")) == {"adamw", "lion", "muon", "adafactor"}
+    assert complete("train", "--logging.trackers", "") == ["tensorboard", "wandb"]
     assert complete("data", "ins") == ["inspect"]
+    assert complete("data", "convert", "--sp") == ["--split"]
+    assert complete("data", "convert", "--to", "nano") == ["nanogpt"]
+    assert "nanogpt" not in complete("export", "--to", ""), "an option of the same name"
     assert set(RECIPES) <= set(complete("recipes", ""))
     assert complete("report", "--optimizer") == [], "a command that is not about a recipe takes no fields"
 

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from trellis.checkpoints.checkpoints import Checkpoints
+from trellis.checkpoints.room import NoRoom
 from trellis.commands import export
 from trellis.commands.line import main
 from trellis.data import byte_tokenizer
@@ -20,7 +21,7 @@ from trellis.errors import UserError
 from trellis.hub.folder import write_tokenizer
 from trellis.models import LlamaConfig, YarnScaling
 from trellis.recipes import tiny
-from trellis.run.folder import claim, open_run
+from trellis.run.folder import alone, claim, open_run
 from trellis.run.layouts import LayoutChoice
 from trellis.train.assemble import assemble
 from trellis.train.restoring import restore_model
@@ -202,6 +203,42 @@ def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, c
     assert not (tmp_path / "back" / "tokenizer.json").exists()
 
 
+def test_an_import_that_was_cut_off_is_made_again(run_folder, tmp_path, capsys, monkeypatch):
+    main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
+    words = ["import", str(tmp_path / "hf"), "--to", str(tmp_path / "run"), "--devices", "1"]
+
+    def full(*_, **__):
+        raise NoRoom("The disk must have room for the run's checkpoints.", seen="a full disk", where="", fix="")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", full)
+        assert main(words) == 3 and (tmp_path / "run" / "run.yaml").exists()
+    half = tmp_path / "run" / "checkpoints" / "step-00000000"  # as a killed process leaves it
+    half.mkdir()
+    shutil.copy(tmp_path / "run" / "run.yaml", half)
+    with alone(tmp_path / "run"):
+        assert "Only one process at a time can train in a run's folder." in refused(capsys, *words)
+    assert main([*words, "--seed", "3"]) == 0 and open_run(tmp_path / "run").seed == 3
+    assert "The folder of an import cannot already contain a run." in refused(capsys, *words)
+
+
+def test_an_imported_run_goes_where_its_folder_goes_and_nowhere_else(run_folder, tmp_path, capsys):
+    main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
+    main(["import", str(tmp_path / "hf"), "--to", str(tmp_path / "run"), "--devices", "1"])
+    for recipe in (tmp_path / "run", tmp_path / "run" / "run.yaml"):
+        there = refused(capsys, "train", str(recipe), "--run-dir", str(tmp_path / "other"))
+        assert "The run of an imported model needs a folder with its weights." in there
+        assert f"cp -r {tmp_path / 'run'} {tmp_path / 'other'}" in there and not (tmp_path / "other").exists()
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    assert open_run(moved).data.tokenizer == str(moved / "tokenizer")
+    claim(moved, open_run(moved))
+    (moved / "metrics.jsonl").write_text('{"step": 1}\n')
+    there = refused(capsys, "train", str(moved), "--data.tokenizer", str(tmp_path / "hf" / "tokenizer"))
+    assert "data.tokenizer: " in there and " in the folder, " in there  # long paths are shortened
+    assert main(["export", str(moved), "--to", str(tmp_path / "back")]) == 0
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (moved / "tokenizer/tokenizer.json").read_bytes()
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model(run_folder, tmp_path, capsys, monkeypatch):
     """The import says so, and every command refuses such tokens before it restores a model: gathers clamp them."""
     from tokenizers import Tokenizer
@@ -231,9 +268,12 @@ def test_what_an_import_does_not_use_is_kept_for_an_export(run_folder, tmp_path,
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(ends))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.25, "use_cache": False}))
+    (tmp_path / "hf" / "additional_chat_templates").mkdir()
+    (tmp_path / "hf" / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     assert main(["import", str(tmp_path / "hf"), "--to", str(tmp_path / "run"), "--devices", "1"]) == 0
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "back"), "--dtype", "float32"]) == 0
     assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == ends
+    assert (tmp_path / "back" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
     hub = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {name: hub[name] for name in ends} == ends
     assert hub["attention_dropout"] == 0.25 and "use_cache" not in hub
@@ -243,6 +283,13 @@ def test_what_an_import_does_not_use_is_kept_for_an_export(run_folder, tmp_path,
     ended = {}
     monkeypatch.setattr("trellis.models.generate.sample", lambda *_, **how: ended.update(how) or [""])
     assert main(["generate", str(tmp_path / "run")]) == 0 and ended["ends"] == [256, 4]
+    (tmp_path / "run" / "tokenizer" / "generation_config.json").unlink()  # config.json holds without it
+    own = config | {"bos_token_id": 5, "eos_token_id": [256, 6], "pad_token_id": 7}
+    (tmp_path / "run" / "imported.json").write_text(json.dumps(own))
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "own"), "--dtype", "float32"]) == 0
+    hub = json.loads((tmp_path / "own" / "config.json").read_text())
+    assert (hub["bos_token_id"], hub["eos_token_id"], hub["pad_token_id"]) == (5, [256, 6], 7)
+    assert main(["generate", str(tmp_path / "run")]) == 0 and ended["ends"] == [256, 6]
     (tmp_path / "run" / "tokenizer" / "generation_config.json").write_text("[]")
     assert "The folder's .json files must be valid JSON, an object each." in refused(
         capsys, "export", str(tmp_path / "run"), "--to", str(tmp_path / "again")
@@ -255,13 +302,20 @@ def test_an_export_says_if_its_tokenizer_puts_something_around_texts(run_folder,
     inner = Tokenizer.from_str(byte_tokenizer().json)
     inner.add_special_tokens(["<s>"])
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])
-    (tmp_path / "tokenizer.json").write_text(inner.to_str())
-    lines = (run_folder / "run.yaml").read_text().splitlines()
-    changed = [f"  tokenizer: {tmp_path}/tokenizer.json" if "  tokenizer:" in line else line for line in lines]
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "tokenizer.json").write_text(inner.to_str())
+    said = "trained without the <s> that `transformers` puts around a text"
     shutil.copytree(run_folder, tmp_path / "run")
-    (tmp_path / "run" / "run.yaml").write_text("\n".join(changed))
-    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "hf"), "--dtype", "float32"]) == 0
-    assert "trained without the <s> that `transformers` puts around a text" in capsys.readouterr().out
+    lines = (run_folder / "run.yaml").read_text().splitlines()
+    for i, name in enumerate(("own/tokenizer.json", "own")):
+        changed = [f"  tokenizer: {tmp_path}/{name}" if "  tokenizer:" in line else line for line in lines]
+        (tmp_path / "run" / "run.yaml").write_text("\n".join(changed))
+        assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / f"hf{i}"), "--dtype", "float32"]) == 0
+        assert said in capsys.readouterr().out
+    assert main(["import", str(tmp_path / "hf0"), "--to", str(tmp_path / "back"), "--devices", "1"]) == 0
+    assert "texts here are without the <s> that `transformers` puts around them: " in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "back"), "--to", str(tmp_path / "again"), "--dtype", "float32"]) == 0
+    assert said not in capsys.readouterr().out  # it was not trained here
 
 
 def test_the_positions_of_an_export_are_the_models_where_it_has_some():

@@ -1,3 +1,4 @@
+import io
 import os
 import pathlib
 import runpy
@@ -270,10 +271,27 @@ def test_a_terminal_that_knows_fewer_characters():
 
 
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no such device here")
-def test_no_room_for_what_is_printed():
+def test_no_room_for_what_is_printed(capsys, monkeypatch):
+    """Python holds it until the command has ended, or writes it at once."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-u", "-c", MAIN, "recipes"]
-        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (
-        found.returncode == 2 and "No space left on device" in found.stderr and "where: standard output" in found.stderr
-    )
+        command = [sys.executable, "-c", MAIN, "--version"]
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=env)
+    assert found.returncode == 2 and "Traceback" not in found.stderr, found.stderr
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert line.main(["--version"]) == 2
+    for said in (found.stderr, capsys.readouterr().err):
+        assert "No space left on device" in said and "where: standard output" in said
+
+
+def test_output_that_nobody_reads_changes_no_exit_code(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        print("held by Python")
+        assert line._written(143) == 143
+        print("held again")  # and written nowhere
+    monkeypatch.setattr(sys, "stdout", None)  # Python's after `>&-`
+    assert line._written(3) == 3

@@ -4,17 +4,20 @@ import dataclasses
 import json
 import os
 import re
+import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from tests.train.small import trellis
-from trellis.commands import evaluate, train
+from trellis.commands import evaluate, line, train
 from trellis.optim import Linear
 from trellis.recipes import tiny
 from trellis.run.folder import claim
 from trellis.run.layouts import LayoutChoice, MeshSizes
-from trellis.train import checks
+from trellis.run.overrides import resolve
+from trellis.train import Run, checks
 from trellis.train.assemble import assemble
 from trellis.train.trackers import read_lines
 
@@ -302,6 +305,13 @@ def test_a_run_that_a_signal_stopped_says_how_it_goes_on(run_file, tmp_path, cap
     assert code == 143 and re.search(rf"stopped  after step 0; `.*trellis train {tmp_path / 'run'}` resumes it", out), (
         out
     )
+    (tmp_path / "run" / "metrics.jsonl").touch()
+
+    def write(text):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys.stdout, "write", write)
+    assert line.main(["train", str(tmp_path / "run")]) == 143, "nobody reads what it prints"
 
 
 @pytest.mark.slow
@@ -314,6 +324,15 @@ def test_a_run_that_has_no_validation_text_or_no_tokenizer_says_so(run_file, tmp
     code, out, err = trellis(capsys, *base, tmp_path / "without", "--data.source.validation", "null")
     assert code == 0, err
     assert "text     all of it is trained on, so there is no validation loss" in out
+    assert "add --data.source.validation stores/validation to a new run" in out
+    assert f"--out stores/validation --tokenizer {run_file.parent}/train\n" in out
+    parts = [{"name": "a", "path": "my store", "weight": 1.0}]
+    mixed = resolve(Run, tiny(), options={"data.source": json.dumps({"kind": "mixture", "parts": parts})})
+    for made_by, named, words in (("sha", None, "'my store'"), (None, "gpt 2", "'gpt 2'"), (None, None, "TOKENIZER")):
+        run = dataclasses.replace(mixed, data=dataclasses.replace(mixed.data, tokenizer=named))
+        corpus = SimpleNamespace(stores={"a": SimpleNamespace(tokenizer_sha256=made_by)})
+        said = train._without_validation(run, corpus)
+        assert "--data.source.parts.0.validation stores/" in said and said.endswith(f"--tokenizer {words}")
     assert "samples  none: the token store has no tokenizer; set one with --data.tokenizer tokenizer.json" in out
     code, _, err = trellis(capsys, "evaluate", tmp_path / "without")
     assert code == 2 and "An evaluation needs validation text." in err

@@ -289,12 +289,15 @@ def test_the_end_of_the_data(folder):
         ),
         ({"max_epochs": 0}, "`max_epochs` must be a whole number of passes, 1 or more."),
         ({"max_epochs": 1.5}, "`max_epochs` must be a whole number of passes, 1 or more."),
+        ({"data": "stores/web"}, "Batches are read from an open token store, or from a `Mixture` of several."),
+        ({"seed": 1.5}, "A seed must be a whole number; a shuffle must be True, False or a `Shuffle`."),
+        ({"shuffle": 7}, "A seed must be a whole number; a shuffle must be True, False or a `Shuffle`."),
     ],
 )
 def test_wrong_options(folder, options, rule):
     store, _ = store_of(folder, 1, 20)
     with pytest.raises(UserError) as raised:
-        Batches(store, **({"sequence_length": 8, "batch_size": 4} | options))
+        Batches(**({"data": store, "sequence_length": 8, "batch_size": 4} | options))
     assert raised.value.rule == rule
 
 
@@ -302,8 +305,9 @@ def test_a_step_is_a_whole_number(folder):
     store, _ = store_of(folder, 1, 20)
     batches = Batches(store, sequence_length=8, batch_size=np.int64(2))
     assert batches.batch(np.int64(1)).tokens.tolist() == batches.batch(1).tokens.tolist()
-    with pytest.raises(UserError, match="A step must be a whole number"):
-        batches.batch(1.5)
+    for step in (1.5, -1):
+        with pytest.raises(UserError, match="A step must be a whole number, 0 or more"):
+            batches.batch(step)
 
 
 @pytest.mark.parametrize("rows", [slice(0, 2, 2), slice(2, 0, -1), 1])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import make_store, random_texts
-from trellis.data import Batches, Tokenizer, count_bytes, open_store
+from trellis.data import Batches, Tokenizer, count_bytes, open_store, train_bpe
 from trellis.data.store.opening import convert
 
 TEXTS = random_texts(np.random.default_rng(2), 40)
@@ -49,3 +49,39 @@ def test_tokens_that_are_not_the_text_count_as_the_average(tmp_path, kind):
     store = make_store(tmp_path, ["be together", "together be be"], **options)
     assert not store.tokenizer().counts_bytes
     assert counted(store) == pytest.approx(store.text_bytes)
+
+
+@pytest.mark.parametrize(
+    ("change", "counts"),
+    [("nothing", True), ("NFC", True), ("NFKC", False), ("strips accents", False), ("knows few", False)],
+)
+def test_tokens_count_their_own_bytes_only_if_these_are_the_texts(tmp_path, change, counts):
+    """Else they count as the average, which is right for a whole store."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    without_accents = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    made = {"NFC": normalizers.NFC(), "NFKC": normalizers.NFKC(), "strips accents": without_accents}
+    if change == "knows few":
+        inner = Inner(models.Unigram([("<unk>", 0.0), ("t", -1.0), ("o", -1.0)], unk_id=0))
+        inner.pre_tokenizer = pre_tokenizers.Metaspace()
+        inner.add_special_tokens(["</s>"])
+    else:
+        inner = Inner.from_str(train_bpe([TEXTS], 300).json)
+        if change in made:
+            inner.normalizer = made[change]
+    options = {"use_bytes": False, "tokenizer": Tokenizer(inner.to_str())}
+    store = make_store(tmp_path, ["naïve Ｗ ﬁ ☃ and so on"] * 9, **options)
+    assert store.tokenizer().counts_bytes == counts
+    assert counted(store) == pytest.approx(store.text_bytes)
+
+
+def test_the_space_that_is_put_before_a_text_is_not_counted(tmp_path):
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import pre_tokenizers
+
+    inner = Inner.from_str(train_bpe([TEXTS], 300).json)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    store = make_store(tmp_path, TEXTS, use_bytes=False, tokenizer=Tokenizer(inner.to_str()))
+    assert store.tokenizer().counts_bytes
+    assert counted(store) == counted(store, packing="best_fit") == SIZE

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import trellis as tr
 from tests.data.corpora import make_store, random_texts
 from trellis.data import Batch, Batches, Loader
 from trellis.errors import UserError
@@ -42,6 +43,21 @@ def test_the_same_batches_on_any_devices(batches, shape, spec, prefetch):
                 array = getattr(batch, name)
                 assert array.sharding.is_equivalent_to(sharding(shape, spec), 2)
                 assert np.array_equal(np.asarray(array), getattr(batches.batch(step), name))
+
+
+@pytest.mark.parametrize("spec", [("data", "context"), ("data",), None])
+def test_loaded_positions_are_dealt_out_as_the_layout_says(batches, spec):
+    """The loader reads positions in natural order; in NumPy's arrays from inside the layout they are so again."""
+    mesh = tr.make_mesh(data=4, context=2)
+    layout = tr.Layout(mesh, compute={"batch": "data", "pos": "context"}, context={"context": "ring"}, dealt="context")
+    batch = batches.batch(2)
+    if spec is not None:
+        with Loader(batches, NamedSharding(mesh, PartitionSpec(*spec)), start_step=2) as loader:
+            _, batch = next(loader)
+    with layout:
+        found, expected = tr.shard(batch.named().targets, "compute"), batches.batch(2).targets
+        assert np.array_equal(np.asarray(found), expected)
+        assert np.array_equal(np.asarray(found.array), expected.reshape(8, 4, 4)[:, [0, 3, 1, 2]].reshape(8, 16))
 
 
 def test_a_host_reads_its_rows_alone(batches):

@@ -226,12 +226,14 @@ def test_validation_sets_come_whole(stores, texts):
         ({"weights": ALL, "max_epochs": {"huge": 1}}, "`max_epochs` can only name sources of the mixture."),
         ({"weights": ALL, "block": 8},
          "A block of a mixture needs at least as many rows as the square of its number of sources."),
+        ({"weights": {"big": 1}, "stores": {"big": "stores/big"}},
+         "The sources of a mixture must be open token stores."),
         ({"weights": ALL, "block": 2**31}, "The order of a mixture's block must fit in memory."),
     ],
 )  # fmt: skip
 def test_wrong_mixtures(stores, options, rule):
     with pytest.raises(UserError) as raised:
-        Mixture(stores=stores, **options)
+        Mixture(**({"stores": stores} | options))
     assert raised.value.rule == rule
 
 

@@ -292,6 +292,22 @@ def test_a_broken_configuration_of_a_tokenizer(tmp_path, contents):
     assert load_tokenizer(str(tmp_path), end_of_document="<|endoftext|>").end_of_document == 256
 
 
+def test_a_tokenizer_from_a_store_ends_documents_as_the_store_does(tmp_path):
+    """As of a Hugging Face folder whose end of documents is none of the usual names, or not the first of them."""
+    (tmp_path / "hf").mkdir()
+    about = json.loads(byte_tokenizer().json)
+    about["added_tokens"].append(about["added_tokens"][0] | {"id": 257, "content": "<|stop|>"})
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(about))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "<|stop|>"}')
+    (tmp_path / "in.txt").write_text("a")
+    (tmp_path / "held.txt").write_text("b")
+    store = tokenize(tmp_path / "in.txt", tmp_path / "store", tokenizer=str(tmp_path / "hf"), workers=0)
+    held = tokenize(tmp_path / "held.txt", tmp_path / "held", tokenizer=str(tmp_path / "store"), workers=0)
+    assert store.end_of_document == held.end_of_document == 257
+    check_tokenizer(held, store.tokenizer())
+    assert load_tokenizer(str(tmp_path / "store"), end_of_document="<|endoftext|>").end_of_document == 256
+
+
 def test_a_tokenizer_that_encodes_by_chance():
     about = json.loads(byte_tokenizer().json)
     about["model"]["dropout"] = 0.25

@@ -361,6 +361,23 @@ def test_stores_of_the_embedded_corpus_are_kept(tmp_path, monkeypatch):
     assert embedded_stores(tmp_path, 301)["train"].url != first["train"].url
 
 
+def test_a_cache_that_cannot_be_written_names_the_variable_that_moves_it(tmp_path, monkeypatch):
+    (tmp_path / "home").touch()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with pytest.raises(UserError, match="XDG_CACHE_HOME") as raised:
+        embedded_stores()
+    assert raised.value.seen == "Not a directory" and raised.value.where.startswith(f"{tmp_path}/home/.cache/trellis/")
+
+    def nobody(number):
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    with pytest.raises(UserError, match="XDG_CACHE_HOME to a folder that can be written"):
+        embedded_stores()
+
+
 def keep_even(record):
     return record["id"] % 2 == 0
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -16,7 +17,7 @@ from trellis.inspect.ledger import ledger_of
 from trellis.inspect.work import work
 from trellis.models import Routing
 from trellis.models.llama.llama import Block
-from trellis.named import Keep, NamedArray, NamesError, named, named_jit, shard
+from trellis.named import Keep, NamedArray, NamesError, Stacked, named, named_jit, shard
 from trellis.named.jit import abstract
 from trellis.nn.attention.sharded import Placement
 from trellis.program import trace
@@ -133,6 +134,60 @@ def test_a_parameter_outside_of_the_stack_may_have_the_name_of_its_layers(name, 
         placed = shard(weighed(whole(name)), "params"), shard(Batch(**batch()).named(), "compute")
         got, _ = found(named_jit, *placed, StepOptions())
     assert_near(got, wanted)
+
+
+class Gained(eqx.Module):
+    """A layer, times numbers that all layers share."""
+
+    gain: NamedArray
+    layer: eqx.Module
+
+    def __call__(self, x, *rest, **options):
+        return self.layer(x, *rest, **options) * (1.0 + self.gain)
+
+
+def gained(model):
+    gain = named(jnp.linspace(-0.2, 0.2, model.config.embed), "embed")
+    return eqx.tree_at(lambda m: m.layers, model, Stacked(Gained(gain, model.layers.block), model.layers.axis))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, groups", [("tied", 2), ("odd", 1)])
+def test_layers_may_share_a_parameter(name, groups):
+    sizes, choice = MeshSizes(stage=2, data=2), LayoutChoice(preset="fsdp", pipeline_microbatches=2)
+    wanted, _ = found(jax.jit, gained(whole(name)), Batch(**batch()).named(), StepOptions(microbatches=2))
+    choice = dataclasses.replace(choice, pipeline_groups=groups)
+    with make_layout(sizes, choice, jax.devices()[:4], model_axes(CONFIGS[name])):
+        placed = shard(gained(whole(name)), "params"), shard(Batch(**batch()).named(), "compute")
+        got, _ = found(named_jit, *placed, StepOptions())
+    assert_near(got, wanted)
+
+
+class Remade(Stacked):
+    """Runs other layers than it holds, which are made of it."""
+
+    make: Callable = eqx.field(static=True, default=None)
+
+    def fold(self, *args, **options):
+        return Stacked(self.make(self.block), self.axis).fold(*args, **options)
+
+
+def stages_of_other_layers(make: Callable):
+    """The types of the gradients of a model whose layers are made in its program."""
+    with make_layout(MeshSizes(stage=2, data=1), LayoutChoice(pipeline_microbatches=2), jax.devices()[:2]):
+        model = jax.eval_shape(lambda: gained(CONFIGS["tied"].init(key=jax.random.key(0), vocab_multiple=8)))
+        model = eqx.tree_at(lambda m: m.layers, model, Remade(model.layers.block, model.layers.axis, make=make))
+        types = abstract(model, "params"), abstract(Batch(**batch()).named(), "compute")
+        return jax.eval_shape(lambda m, b: loss_and_gradients(m, b, StepOptions())[2], *types)
+
+
+def test_stages_run_the_layers_that_the_program_runs():
+    """And refuse parameters that are not the stack's: they ran the model's own in the place of others."""
+    other = lambda block: Gained(named(jnp.zeros(CONFIGS["tied"].embed), "embed"), block.layer)
+    with pytest.raises(NamesError, match="as they are, got another array as `gain`: make it of the stack's in each"):
+        stages_of_other_layers(other)
+    alone = stages_of_other_layers(lambda block: block.layer)  # the program runs them without the gain
+    assert alone.layers.block.gain.shape == {"embed": CONFIGS["tied"].embed}
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ ORDER = """
     proof pages
 """.split()
 ABOVE_ALL = ("recipes", "commands")  # these import from every folder
-BELOW_ALL = "cores errors files frames frozen interrupts _compat _splash".split()  # these import from none
+BELOW_ALL = "choices cores errors files frames frozen interrupts _compat _splash".split()  # these import from none
 FILES = sorted(SOURCE.rglob("*.py"))
 WRITTEN = [*FILES, *(f for d in ("tests", "examples", "benchmarks") for f in sorted((ROOT / d).rglob("*.py")))]
 

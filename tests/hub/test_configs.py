@@ -1,5 +1,6 @@
 """`config.json` as others write it: fields left out, and fields that change what a model computes."""
 
+import copy
 import dataclasses
 import warnings
 
@@ -49,9 +50,10 @@ def test_a_field_that_is_left_out(kind):
             try:
                 found = read(kind, hub)
             except UserError as error:
-                assert "must be complete" in error.rule or field.endswith("_pdrop"), (field, str(error))
+                known = "must be complete" in error.rule or "must say the same in both" in error.rule
+                assert known or field.endswith("_pdrop"), (field, str(error))
                 continue
-            theirs = AutoConfig.for_model(**hub).to_dict() | {"architectures": None}
+            theirs = AutoConfig.for_model(**copy.deepcopy(hub)).to_dict() | {"architectures": None}
             if rope := theirs.get("rope_parameters"):  # names that only older versions have
                 theirs |= {"rope_theta": rope.get("full_attention", rope)["rope_theta"]}
             assert found == read(kind, theirs), field
@@ -119,6 +121,13 @@ def test_the_weight_of_an_even_load(kind):
     assert read(kind, whole).routing.balance == pytest.approx(0.002)
 
 
+def test_no_layers_without_experts():
+    """To `transformers` a list that is null is empty."""
+    whole = contents("qwen3_moe")
+    assert read("qwen3_moe", whole | {"mlp_only_layers": None}) == BY_TYPE["qwen3_moe"]
+    assert refused("qwen3_moe", whole | {"mlp_only_layers": [1]}).seen == "mlp_only_layers: [1]"
+
+
 @pytest.mark.parametrize("kind", BY_TYPE)
 def test_layers_that_differ(kind):
     error = refused(kind, contents(kind) | {"per_layer_config": {"0": {"intermediate_size": 8}}})
@@ -182,6 +191,11 @@ def test_rotary_positions_of_versions_4_and_5():
     error = refused("qwen3", newer | {"rope_scaling": linear})
     assert error.rule == "A config.json that has both rope_scaling and rope_parameters must say the same in both."
     assert error.seen == "rope_type: linear in rope_scaling, default in rope_parameters"
+    for more, seen in (
+        ({"rope_theta": 500.0}, "rope_theta: 10000.0 beside rope_scaling, 500.0 in rope_parameters"),
+        ({"attention_factor": 2.0}, "attention_factor: None beside rope_scaling, 2.0 in rope_parameters"),
+    ):
+        assert refused("qwen3", plain | {"rope_scaling": linear, "rope_parameters": linear | more}).seen == seen
     error = refused("qwen3", plain | {"rope_parameters": {"full_attention": newer["rope_parameters"]}})
     assert error.seen == "rotary positions of several kinds"
 
@@ -192,6 +206,11 @@ def test_the_length_before_scaling_is_the_models_if_no_other_is_named():
     assert read("llama", hub).rope_scaling == YarnScaling(factor=4.0, original_context=POSITIONS)
     hub |= {"original_max_position_embeddings": 16}
     assert read("llama", hub).rope_scaling == YarnScaling(factor=4.0, original_context=16)
+    both = hub | {"rope_scaling": hub["rope_scaling"] | {"original_max_position_embeddings": 32}}
+    error = refused("llama", both)
+    assert error.rule.startswith("A config.json that has original_max_position_embeddings twice must have the same")
+    assert error.seen == "32 in rope_scaling, 16 beside it"
+    assert read("llama", both | {"original_max_position_embeddings": 32}).rope_scaling.original_context == 32
 
 
 @pytest.mark.parametrize(
@@ -247,3 +266,31 @@ def test_a_mistrals_window():
     whole = contents("mistral")
     assert read("mistral", whole | {"sliding_window": None}).window is None
     assert read("mistral", {name: value for name, value in whole.items() if name != "sliding_window"}).window == 4096
+    near, far = (whole | {"layer_types": [kind] * 2} for kind in ("sliding_attention", "full_attention"))
+    assert read("mistral", near) == BY_TYPE["mistral"]
+    assert read("mistral", far | {"sliding_window": None}).window is None
+    for hub, seen in (
+        (far, "layer_types: full_attention; sliding_window: 6"),
+        (near | {"sliding_window": None}, "layer_types: sliding_attention; sliding_window: None"),
+    ):
+        error = refused("mistral", hub)
+        assert error.rule.startswith("The layers of a Mistral must all see its window") and error.seen == seen
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gptj"])
+def test_fields_that_have_two_names(kind):
+    """`transformers` takes the other name's value, whatever the field itself has."""
+    whole = contents(kind)
+    renamed = {name: value for name, value in whole.items() if name != "n_head"}
+    assert read(kind, renamed | {"num_attention_heads": whole["n_head"]}) == BY_TYPE[kind]
+    error = refused(kind, whole | {"num_attention_heads": 1})
+    assert error.rule == f"In a {kind} num_attention_heads and n_head are names of one field and must have one value."
+    assert error.seen == f"num_attention_heads: 1, n_head: {whole['n_head']}"
+
+
+def test_scores_of_a_deepseek_that_grow_without_yarn():
+    plain = {name: value for name, value in contents("deepseek_v3").items() if not name.startswith("rope_sc")}
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    assert read("deepseek_v3", plain | {"rope_parameters": rope}).rope_scaling == LinearScaling(factor=2.0)
+    error = refused("deepseek_v3", plain | {"rope_parameters": rope | {"mscale_all_dim": 0.7}})
+    assert error.seen == "mscale_all_dim: 0.7, rope_type: linear"

@@ -1,6 +1,7 @@
 """Folders without torch: the format, slices, memory, and what is refused."""
 
 import dataclasses
+import errno
 import json
 import math
 import tracemalloc
@@ -248,6 +249,9 @@ def test_refused_folders(good, tmp_path):
 
     with pytest.raises(UserError, match=r"must have a config\.json\.\n  seen:  no such folder"):
         Folder(tmp_path / "nowhere", FAMILIES)
+    (good / "adapter_config.json").write_text("{}")  # transformers reads both, where peft is installed
+    assert "merge_and_unload" in refused("A Hugging Face folder must have the weights of a whole model, not what an")
+    (good / "adapter_config.json").unlink()
     with pytest.raises(
         UserError,
         match=r"An export needs a folder without another model, tokenizer or run\.\n  seen:  model\.safetensors",
@@ -346,3 +350,17 @@ def test_refused_exports(tmp_path):
     (first, *_) = parameters(config.init(key=jax.random.key(0)))
     with pytest.raises(NamesError, match="needs a key with its dimensions, got embedding of 'vocab embed'"):
         key_of({"embedding": Key("wte", "vocab mlp")}, first)
+
+
+def test_an_export_without_room_names_its_file_and_leaves_no_weights(tmp_path):
+    config = GPTJConfig(vocab=61, embed=16, layers=1, heads=2, rotary_dim=4, mlp=32, rope_theta=1e4)
+    model = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
+
+    def full(parameter, at):
+        if parameter.path != "embedding":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return np.zeros(parameter.leaf.array.shape, np.float32)[at]
+
+    with pytest.raises(OSError) as error:
+        write_folder(tmp_path / "a", FAMILIES["gptj"], config, model, full, positions=8, shard_bytes=5_000)
+    assert ".safetensors" in error.value.filename and list((tmp_path / "a").iterdir()) == []

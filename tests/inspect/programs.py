@@ -32,6 +32,12 @@ def settled(pending, *after):
     return program
 
 
+def gathered_once(x, w):
+    """One gather: in two calls of a function, of what has no gradient, as copies and as a plain array."""
+    product = jax.jit(lambda x, w: x @ jax.reshard(w, P(None, None, reduced={"data"})))
+    return product(x, w), product(x, lax.stop_gradient(w)), jnp.sin(jax.reshard(w, P(None, None)))
+
+
 def product(out=None):
     return lambda x, w: jnp.einsum("ab,bc->ac", x, w, out_sharding=out)
 
@@ -145,6 +151,7 @@ PROGRAMS = {
     "all-to-all to major": (moved(None, ("data", "model")), arg((64, 128), "data", "model")),
     "slice": (moved("data", None), arg((64, 128))),
     "gradient of a slice": (gradient(moved("data", None)), arg((64, 128))),
+    "gathered once": (gathered_once, X, arg((128, 64), "data", None)),
     "reduce": (settled(["data"], None, None), *OVER_DATA),
     "reduce, then slice": (settled(["data"], "model", None), *OVER_DATA),
     "reduce jointly": (settled(["data", "model"], None, None), *OVER_BOTH),

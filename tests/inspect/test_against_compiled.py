@@ -51,6 +51,15 @@ def test_bytes_per_mesh_axis(name):
     assert structure.right, f"\n{predicted}\n{found}\n{structure}"
 
 
+def test_a_number_over_two_axes_and_each_devices_best_are_no_more_than_their_rows_ask_for():
+    """The number is summed along one axis after the other; of the best a device sends the values and the places."""
+    types = [arg((64, 128), "data", "model")]
+    found, _, structure = _both(lambda x: (jnp.sum(x), jnp.argmax(x, 1)), types, mesh_of(jax.devices()), {})
+    assert structure.right and not structure.besides, structure
+    assert not any(match.ways["an equal one"] for match in structure.matches), structure
+    assert sorted(row.dtype for row in found if row.kind == "all-gather") == ["f32", "i32"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("held", ["a/q b", "a b/q"])
 def test_a_sum_settles_before_other_slices_move(held):
@@ -129,3 +138,25 @@ def test_names_survive_into_the_compiled_program():
         (row,) = collectives(jax.jit(program).lower(w).compile(), mesh).rows
     assert (row.kind, row.what) == ("all-gather", "embed=16 mlp=32")
     assert row.source.endswith("(program)")
+
+
+@pytest.mark.parametrize(
+    ("first", "counts"),
+    [
+        pytest.param(lambda x: x, (1, 1), id="one value"),
+        pytest.param(jnp.sin, (2, 1), id="equal values"),
+        pytest.param(lambda x: jax.reshard(x, P(None, "data")), (3, 2), id="a route of two moves"),
+        pytest.param(lambda x: jnp.sum(x, 0, keepdims=True), (2, 1), id="equal sums"),
+    ],
+)
+def test_a_value_moves_once_and_on_tpus_equal_values_do(first, counts):
+    """XLA's partitioner moves one value once, even if the program says so twice; only TPUs' compiler merges others."""
+
+    def program(x):
+        return jax.reshard(first(x), P(None, None)) + jnp.sin(jax.reshard(first(x), P(None, None)))
+
+    found, compiled, _ = _both(program, [arg((8, 4), "data")], mesh_of(jax.devices()), {})
+    on_tpus = NamedSharding(mesh_of(slice_devices("v5e:2x4")), P("data"))
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=on_tpus)
+    assert (found.count(), ledger(program, x).count()) == counts
+    assert compare(found, compiled).agrees()

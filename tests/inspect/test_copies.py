@@ -124,6 +124,15 @@ def test_what_a_permute_brings(pairs, wrong):
     assert found == ([] if wrong is None else [("state.w", wrong)])
 
 
+def test_a_ring_of_one_device():
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    sliced = jax.NamedSharding(mesh, jax.P("data"))
+    sent = lambda x: jax.lax.ppermute(x, "data", []) + jax.lax.ppermute(x, "data", [(0, 0)])
+    ring = jax.jit(jax.shard_map(sent, mesh=mesh, in_specs=sliced.spec, out_specs=sliced.spec))
+    compiled = ring.lower(jax.device_put(jnp.ones((2, 3)), sliced)).compile()
+    assert not list(copies_apart(program_of(compiled), mesh.shape))
+
+
 def test_axes_that_a_permute_and_an_exchange_swap():
     """Slices along model, exchanged for slices along data and sent there: each device along data has the same."""
     lines = """  %there = f32[8]{0} collective-permute(%w), source_target_pairs={{0,0},{1,2},{2,1},{3,3}}

@@ -162,13 +162,6 @@ def test_a_sum_of_no_elements_moves_nothing():
         assert structure_of(ledger(program, sizes[0]), jax.jit(program).lower(sizes[0]).compile(), layout.mesh).right
 
 
-def test_the_same_value_moves_once():
-    def program(x):
-        return jax.reshard(x * 2, P(None, None)) + jnp.sin(jax.reshard(x * 2, P(None, None)))
-
-    assert ledger(program, placed((8, 4), "data", None)).count() == 1
-
-
 def test_a_loop_without_a_known_length_counts_a_turn():
     def program(x):
         def turn(state):

@@ -1,6 +1,7 @@
 """Of arrays that could be those of several rows, each row gets what leaves none over."""
 
 import dataclasses
+import re
 
 from tests.inspect.test_structure import PROGRAM, ROWS, found
 
@@ -24,3 +25,25 @@ def test_a_sum_that_is_done_along_one_axis_after_the_other_is_not_that_of_anothe
     assert found(sums(("16", everywhere), *of_eight), (*ROWS, turns, scattered)).right
     assert found(sums(("16", everywhere)), (*ROWS, turns)).right  # stacked, and done after a loop
     assert not found(sums(("16", everywhere)), (*ROWS, turns, scattered)).right
+
+
+def test_two_gathers_may_be_one():
+    text = PROGRAM.replace("f32[16,16]{1,0} all-gather", "f32[32,16]{1,0} all-gather").replace(
+        "{{0,2},{1,3}}, dimensions", "{{0,2,1,3}}, dimensions"
+    )
+    first = dataclasses.replace(ROWS[1], what="rows/model/data embed -> rows embed")
+    second = dataclasses.replace(first, axes=("model",), payload=2048, wire=1024)
+    assert found(text, (ROWS[0], first, second)).right
+    assert not found(text, (ROWS[0], first, dataclasses.replace(second, payload=4096))).right
+    gather = re.search(r"%all-gather.1 (.*)", text)[1]
+    of_two = text.replace("  %all-reduce.1", f"  %other {gather}\n  %all-reduce.1".replace("%all-reduce.1)", "%x)"))
+    assert found(of_two, (ROWS[0], first, second, first, second)).right
+    assert not found(of_two, (ROWS[0], *(first, second) * 3)).right
+
+
+def test_two_gathers_may_be_one_if_an_equal_one_does_the_first_too():
+    text = PROGRAM.replace("  %all-reduce.1", "  %again = f32[32,16]{1,0} all-gather(%all-reduce.1), channel_id=4, "
+                           "replica_groups={{0,2,1,3}}, dimensions={0}\n  %all-reduce.1")  # fmt: skip
+    second = dataclasses.replace(ROWS[1], axes=("model",), payload=2048, wire=1024)
+    assert found(text, (*ROWS, ROWS[1], second)).right
+    assert not found(text, (*ROWS, dataclasses.replace(second, payload=4096))).right

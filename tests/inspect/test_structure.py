@@ -115,10 +115,14 @@ def test_a_program_that_is_as_written():
         ("%all-reduce.1 = f32[8,16]{1,0} all-reduce(%x), ", "%first = f32[8,16]{1,0} all-reduce(%x), channel_id=3, "
          "replica_groups={{0,1},{2,3}}, to_apply=%sum\n  %all-reduce.1 = f32[8,16]{1,0} all-reduce(%first), ",
          "summed twice: all-reduce over model of 128 elements, at all-reduce.1"),
+        ("%all-reduce.1 = f32[8,16]{1,0} all-reduce(%x), ", "%first = f32[8,16]{1,0} all-reduce(%x), channel_id=3, "
+         "replica_groups={{0,1},{2,3}}, to_apply=%sum\n  %fenced = f32[8,16]{1,0} opt-barrier(%first)\n"
+         "  %all-reduce.1 = f32[8,16]{1,0} all-reduce(%fenced), ",
+         "summed twice: all-reduce over model of 128 elements, at all-reduce.1"),
         ("f32[] add(%a, %b)", "f32[] maximum(%a, %b)",
          "not asked for: all-reduce over model of the maximum of 128 elements, at all-reduce.1"),
     ],
-    ids=["dropped", "other axis", "swapped", "reversed", "other kind", "twice", "maximum"],
+    ids=["dropped", "other axis", "swapped", "reversed", "other kind", "twice", "behind a fence", "maximum"],
 )  # fmt: skip
 def test_mistakes_and_their_words(before, after, fault):
     assert PROGRAM.count(before) == 1
@@ -144,6 +148,13 @@ def test_a_loop_may_leave_a_sum_until_after_its_last_turn_and_not_out():
     summed, gathered = dataclasses.replace(ROWS[0], times=4), ROWS[1]
     assert found(PROGRAM, (summed, gathered)).right
     assert not found(PROGRAM, (summed, summed, gathered)).right
+
+
+def test_turns_of_a_loop_may_add_to_one_place_of_what_is_summed_after_it():
+    """Six ticks of a pipeline read four microbatches, whose gradients are summed once after the last tick."""
+    ticks = dataclasses.replace(ROWS[0], payload=ROWS[0].payload // 4, times=6)
+    assert found(PROGRAM, (ticks, ROWS[1])).right
+    assert not found(PROGRAM, (dataclasses.replace(ticks, times=3), dataclasses.replace(ticks, times=2), ROWS[1])).right
 
 
 def test_stacked_sums_of_a_loop_may_be_scattered():
@@ -209,24 +220,6 @@ ENTRY"""
     gathered = dataclasses.replace(ROWS[1], axes=("model",), payload=128, wire=64, times=4)
     assert found(text, (turns, gathered, ROWS[1])).right
     assert not found(text, (turns, turns, gathered, ROWS[1])).right
-
-
-def test_two_gathers_may_be_one():
-    text = PROGRAM.replace("f32[16,16]{1,0} all-gather", "f32[32,16]{1,0} all-gather").replace(
-        "{{0,2},{1,3}}, dimensions", "{{0,2,1,3}}, dimensions"
-    )
-    first = dataclasses.replace(ROWS[1], what="rows/model/data embed -> rows embed")
-    second = dataclasses.replace(first, axes=("model",), payload=2048, wire=1024)
-    assert found(text, (ROWS[0], first, second)).right
-    assert not found(text, (ROWS[0], first, dataclasses.replace(second, payload=4096))).right
-
-
-def test_two_gathers_may_be_one_if_an_equal_one_does_the_first_too():
-    text = PROGRAM.replace("  %all-reduce.1", "  %again = f32[32,16]{1,0} all-gather(%all-reduce.1), channel_id=4, "
-                           "replica_groups={{0,2,1,3}}, dimensions={0}\n  %all-reduce.1")  # fmt: skip
-    second = dataclasses.replace(ROWS[1], axes=("model",), payload=2048, wire=1024)
-    assert found(text, (*ROWS, ROWS[1], second)).right
-    assert not found(text, (*ROWS, dataclasses.replace(second, payload=4096))).right
 
 
 def test_an_array_may_be_padded_and_not_cut():
@@ -311,6 +304,16 @@ def test_what_the_types_do_not_decide_is_no_fault():
     chosen = found(PROGRAM, (*ROWS, dataclasses.replace(ROWS[0], payload=64, note="the compiler chooses")))
     assert chosen.right and not chosen.missing and len(chosen.open) == 1
     assert chosen.line.startswith("2 of 3 rows") and chosen.line.endswith("; the compiler chose otherwise for 1")
+
+
+def test_each_branch_may_take_a_maximum_of_its_own():
+    mesh = tr.make_mesh(jax.devices()[:4], data=4)
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, jax.P("data")))
+    choose = lambda x, i: jax.lax.switch(i, [jnp.sum, jnp.max, jnp.min], x)
+    with jax.set_mesh(mesh):
+        told, text = ledger(choose, x, jnp.int32(1)), jax.jit(choose).lower(x, jnp.int32(1)).compile().as_text()
+    assert len(told) == 1 and structure_of(told, text, mesh).right
+    assert not structure_of(dataclasses.replace(told, instead=told.instead[:1]), text, mesh).right
 
 
 def test_a_callback_that_moves_nothing_is_not_said_to_be_found():

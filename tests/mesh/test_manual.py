@@ -322,6 +322,34 @@ def test_an_axis_of_size_one_needs_no_other_program():
     np.testing.assert_allclose(y, h @ np.full(8, 0.1), rtol=1e-4)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_collectives_of_jaxs_own_along_an_axis_of_one_device(size):
+    """A loop begins with the type that it goes on with, and a sum is over both axes, as on more devices."""
+
+    @shard_map
+    def program(x: f32["batch/r in/d"], w: f32["layers in/d out"]) -> f32["batch/r"]:
+        def turn(carry, w):
+            total, x = carry
+            x = jax.lax.ppermute(x, "r", [(i, (i + 1) % size) for i in range(size)])
+            return (total + einsum("batch/r in/d, in/d out -> batch/r out +d", x, w), x), None
+
+        zeros = reshard("batch out -> batch/r out +d", jnp.zeros((size * x.shape[0], w.shape[2])))
+        (total, x), _ = jax.lax.scan(turn, (zeros, x), w)
+        total = reshard("batch/r out +d -> batch/r out", total).sum(1) + jax.lax.psum(x, ("r", "d")).sum()
+        return jax.lax.fori_loop(0, 2, lambda _, c: jnp.sin(c) + reshard("b/r -> b", c).sum(), total)
+
+    def whole(x, w):
+        moved = [jnp.roll(x, i * len(x) // size, 0) for i in (1, 2)]
+        c = sum(x @ one for x, one in zip(moved, w)).sum(1) + x.sum()
+        return jnp.sin(c2 := jnp.sin(c) + c.sum()) + c2.sum()
+
+    with jax.set_mesh(mesh := make_mesh(jax.devices()[: 2 * size], d=2, r=size)):
+        arrays = put(mesh, (4, 4), "batch/r in/d"), put(mesh, (2, 4, 3), "layers in/d out", 1)
+        got = jax.jit(jax.value_and_grad(lambda *arrays: jnp.cos(program(*arrays)).sum(), argnums=(0, 1)))(*arrays)
+    want = jax.value_and_grad(lambda *arrays: jnp.cos(whole(*arrays)).sum(), argnums=(0, 1))(*jax.device_get(arrays))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), got, want)
+
+
 def test_einsum_of_plain_arrays_in_explicit_mode(mesh):
     with jax.set_mesh(mesh):
         x, w = put(mesh, (8, 4), "batch/d in/m"), put(mesh, (4, 6), "in/m out", 1)
@@ -415,6 +443,22 @@ def test_a_manual_function_inside_a_manual_function(mesh, run):
     want, pull = jax.vjp(lambda x, up, down: jnp.tanh(x @ up) @ down, x, up, down)
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), gradients, pull(jnp.cos(want)))
+
+
+def test_slices_that_an_inner_function_leaves_are_summed_around_it(mesh):
+    @shard_map(axes={"m"})
+    def inner(x: f32["batch/d in/m"]) -> f32["batch/d in/m"]:
+        return jnp.sin(x)
+
+    @shard_map(axes={"d"})
+    def outer(x: f32["batch/d in/m"]) -> f32["batch/d"]:
+        return inner(x).sum(1) + jax.grad(lambda x: (inner(x) ** 2).sum())(x).sum(1)
+
+    with jax.set_mesh(mesh):
+        x = put(mesh, (8, 4), "batch/d in/m")
+        np.testing.assert_allclose(
+            jax.jit(outer)(x), (np.sin(x) + np.sin(2 * np.asarray(x))).sum(1), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_pending_sums_add_up_over_a_scan_with_axes_left(mesh):

@@ -12,7 +12,7 @@ from trellis.mesh import all_gather, make_mesh, reduce_scatter, reshard
 from trellis.mesh.manual.einsum import einsum_plain as einsum
 from trellis.mesh.manual.reshard import TransitionError
 from trellis.mesh.manual.shard_map import shard_map
-from trellis.mesh.meshes import MeshError
+from trellis.mesh.meshes import MeshError, mesh_text
 from trellis.notation import NotationError, TypeMismatch, f32, i32, parse, typeof
 
 MESH = make_mesh(d=4, m=2)
@@ -188,6 +188,23 @@ def test_a_permute_that_is_no_permutation(pairs, seen):
         f"a permute must send from a device once at most, and to one once at most, got {seen}, in `sent`: count "
         "devices along 'd' from 0, as in (i, (i + 1) % size)"
     )
+
+
+@pytest.mark.parametrize("axes", [None, {"d", "m"}], ids=["all", "partial"])
+def test_a_permute_along_mesh_axes_in_another_order_is_refused(axes):
+    @shard_map(axes=axes)
+    def program(x: f32["b/m/d"]) -> f32["b/m/d"]:
+        return jax.lax.ppermute(x, ("m", "d"), [(0, 1), (1, 2), (2, 3), (3, 0)])
+
+    mesh = make_mesh(jax.devices()[:4], d=2, m=2) if axes is None else make_mesh(d=2, m=2, left=2)
+    with jax.set_mesh(mesh):
+        with pytest.raises(NotationError) as error:
+            program(jax.device_put(jnp.arange(4.0), parse("b/m/d").spec))
+        assert told(error, by_line=True) == (
+            "a permute along several mesh axes must name them in the mesh's order, in which JAX counts its devices "
+            "whatever order it is given (`axis_index` counts in that), got ('m', 'd') on the mesh "
+            f"({mesh_text(mesh)}), in `program`: write ('d', 'm'), and count along 'd/m'"
+        )
 
 
 def test_an_assertion_of_ones_own_stays():

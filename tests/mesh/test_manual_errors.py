@@ -122,7 +122,8 @@ def refuses(error, message, fn, *args, **kwargs):
             lambda y: shift("batch/d out +m", y, "m"),
             "batch/d out",
             TransitionError,
-            "a shift needs a dimension that its mesh axis slices, got 'batch/d out +m', which 'm' does not slice",
+            "a shift needs a dimension that its mesh axis slices, got 'batch/d out +m', which 'm' does not slice, in "
+            "shift('batch/d out +m', axis='m')",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from trellis.mesh.manual.einsum import einsum_plain as einsum
 from trellis.mesh.manual.shard_map import shard_map
 from trellis.mesh.manual.take import take_plain as take
 from trellis.mesh.meshes import MeshError
-from trellis.notation import NotationError, f32, i32, parse
+from trellis.notation import NotationError, TypeMismatch, f32, i32, parse
 
 MESH = make_mesh(data=4, model=2)
 
@@ -158,4 +158,58 @@ def test_a_collective_among_groups(call, seen):
     assert told(error) == (
         f"a collective must run along whole mesh axes, got {seen} with axis_index_groups, in `groups`: split that axis "
         "of the mesh in two, and use one of them"
+    )
+
+
+@pytest.mark.parametrize("axis_type", ["explicit", "auto"])
+def test_one_text_serves_where_types_say_what_is_left_and_where_they_do_not(axis_type):
+    @shard_map(axes={"m"})
+    def total(x: f32["a/d b/m"]) -> f32["a/d"]:
+        return reshard("a/d +m -> a/d", einsum("a/d b/m -> a/d +m", x))
+
+    mesh = make_mesh(d=4, m=2, axis_type=axis_type)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(32.0).reshape(8, 4), jax.NamedSharding(mesh, jax.P("d", "m")))
+        np.testing.assert_array_equal(jax.jit(total)(x), x.sum(1))
+
+
+OF_SORT = "Arguments to sort must have equal shardings"  # JAX 0.12 differentiates it
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (lambda x: jnp.cumsum(x, 1), "Input should be unsharded"),
+        (lambda x: jnp.repeat(x, 2, 1)[:, ::2], "Please pass sharding to `jnp.repeat`"),
+        (jax.grad(lambda x: (jnp.sort(x, 0) ** 2).sum()), OF_SORT),
+        (lambda x: jnp.sort(x, 0), OF_SORT),  # where it is differentiated
+    ],
+)
+def test_what_jaxs_types_refuse_along_an_axis_that_is_left(program, said):
+    def by_hand(x: f32["a/model b/data"]) -> f32["a/model b/data"]:
+        return program(x)
+
+    gradient = jax.grad(lambda x: shard_map(by_hand, axes={"model"})(x).sum())
+    if said == OF_SORT and jax.__version_info__ >= (0, 12):
+        expected = jax.grad(lambda x: program(x).sum())(numbers(4, 8))  # in whatever order
+        np.testing.assert_allclose(gradient(put(numbers(4, 8), "a/model b/data")), expected, rtol=1e-6)
+        return
+    with pytest.raises(MeshError) as error:
+        gradient(put(numbers(4, 8), "a/model b/data"))
+    assert f"knows how the result is sliced, got one where it does not ({said}" in str(error.value)
+    assert str(error.value).endswith(
+        "jax.reshard the array first, pass out_sharding, or add 'data' to the axes of shard_map"
+    )
+
+
+def test_a_collective_of_a_copy():
+    @shard_map
+    def sent(x: f32["a"]) -> f32["a"]:
+        return lax.psum(reshard("a -> a ~model", x), "model")
+
+    with pytest.raises(TypeMismatch) as error:
+        sent(put(numbers(4), "a"))
+    assert told(error, by_line=True) == (
+        "a copy '~model' can only be multiplied with an operand that model slices, got a collective of one or a cast, "
+        "in `sent`: use the value from before the reshard to '~model'"
     )

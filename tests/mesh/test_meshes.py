@@ -13,6 +13,7 @@ def test_axes_are_ordered_from_rarely_to_often_talking():
     mesh = make_mesh(model=2, mine=1, data=4)
     assert mesh.axis_names == ("data", "model", "mine")
     assert dict(mesh.shape) == {"data": 4, "model": 2, "mine": 1}
+    assert make_mesh(data_y=2, data=2, model=2).axis_names == ("data", "data_y", "model")  # the torus's next sides
 
 
 def test_one_size_may_be_left_open():

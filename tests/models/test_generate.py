@@ -1,5 +1,6 @@
 """Sampling: with a cache as without one, on meshes too, and never from the vocabulary's padding."""
 
+import contextlib
 import functools
 import re
 
@@ -11,8 +12,8 @@ import pytest
 from tests.models.small import CONFIGS, VOCAB
 from trellis.errors import UserError
 from trellis.mesh import Layout, make_mesh
-from trellis.models.generate import Sampling, choose, generate, sample
-from trellis.named import einsum, named, shard
+from trellis.models.generate import Sampling, _run, choose, generate, sample
+from trellis.named import abstract, einsum, named, named_jit, shard
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (2, 7)).tolist()
@@ -91,6 +92,21 @@ def test_on_a_mesh_of_stages():
     with Layout(mesh, {"layers": "stage", "embed": "data"}, {"layers": "stage", "batch": ("data", "stage")}):
         placed = shard(model, "params")
         assert generate(placed, PROMPTS, new_tokens=6, sampling=GREEDY, key=jax.random.key(0)) == expected
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_a_token_writes_its_place_in_the_cache_and_copies_none_of_it(sliced):
+    layout = Layout(make_mesh(other=4, model=2), compute={"heads": "model", "kv_heads": "model"}) if sliced else None
+    with layout or contextlib.nullcontext():
+        start = functools.partial(CONFIGS["llama3"].init, key=jax.random.key(0), vocab_multiple=8)
+        model = abstract(jax.eval_shape(start)) if sliced else jax.eval_shape(start)
+        prompt, length = jax.ShapeDtypeStruct((2, 64), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+        program = named_jit(_run, static=(4, 5, 6))
+        compiled = program.lower(model, prompt, length, jax.random.key(0), 13, GREEDY, (), None).compile().as_text()
+    config = CONFIGS["llama3"]
+    one = f"2,77,{config.kv_heads // (2 if sliced else 1)},{config.head_dim}"
+    assert f"f32[{config.layers},{one}]" in compiled
+    assert not re.search(rf"f32\[({config.layers}|1),{one}\]\S* (copy|concatenate)\(", compiled)
 
 
 def test_padding_is_never_chosen():

@@ -130,6 +130,29 @@ def test_what_it_says(layout):
         )
 
 
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+def test_what_a_compiled_program_is_given_is_dealt_out(mode):
+    """As eagerly, from the host or from one device."""
+    given = np.arange(16, dtype=np.float32)
+    less = lambda x: x - tr.arange(POS, dtype=jnp.float32)
+    mesh = tr.make_mesh(jax.devices()[:4], axis_type=mode, c=4)
+    with tr.Layout(mesh, compute={"pos": "c"}, dealt=("c",)):
+        for x in (given, jax.device_put(given, jax.devices()[0])):
+            x = tr.named(x, "pos")
+            assert not np.asarray(tr.named_jit(less)(x)).any() and not np.asarray(less(x)).any()
+
+
+def test_in_auto_mode_values_are_in_order_and_arrays_of_unknown_order_are_refused():
+    mesh = tr.make_mesh(jax.devices()[:4], axis_type="auto", c=4)
+    with tr.Layout(mesh, compute={"pos": "c"}, dealt=("c",)):
+        x = tr.from_numpy(X, "batch pos embed")
+        assert x.array[0, :, 0].tolist() != X[0, :, 0].tolist()
+        for seen in (np.asarray(x), tr.named_jit(lambda x: x)(x).tolist(), pickle.loads(pickle.dumps(x)).array):
+            np.testing.assert_array_equal(seen, X)
+        with pytest.raises(NamesError, match="the order of an array's positions must be known, got f32"):
+            tr.arange(POS) + tr.named(jnp.arange(16.0), "pos")
+
+
 def test_a_table_from_outside_is_not_moved_by_a_text(layout):
     with layout.with_dealt(("c",)), pytest.raises(ReshardError) as error:
         tr.reshard("pos -> pos/c", TABLE())

@@ -151,9 +151,10 @@ def test_what_jax_refuses_of_plain_arrays_in_slices_is_told_wherever_a_program_i
     convolved = lambda x: jax.lax.conv_general_dilated(x.array, ones, (1, 1), "SAME", dimension_numbers=axes)
     summed = lambda x: jax.ops.segment_sum(x.array, jnp.arange(2), num_segments=3)
     chosen = lambda x: jax.lax.switch(x.array.size, [lambda x: x, lambda x: tr.shard(x, {}), lambda x: -x], x)
+    mapped = lambda x: jax.lax.map(lambda row: row + 1, x)
     with tr.Layout(tr.make_mesh(data=2, model=4), compute={"batch": "data", "chan": "model"}):
         x = tr.shard(tr.ones({"batch": 2, "h": 2, "w": 2, "chan": 4}), "compute")
-        for fn in (convolved, summed, chosen):
+        for fn in (convolved, summed, chosen, mapped):
             with pytest.raises(
                 MeshError, match=r"knows how the result is sliced.*in test_errors_tell.py:\d+: use named"
             ):
@@ -185,3 +186,17 @@ def test_a_map_in_manual_mode_that_settles_a_sum_is_told_of_no_layout():
     mesh = tr.make_mesh(data=8)
     with jax.set_mesh(mesh), pytest.raises(MeshError, match="in manual mode JAX cannot map .* by name on the whole"):
         sums(jnp.ones((2, 8), out_sharding=jax.P(None, "data")))
+
+
+def test_a_compiled_function_holds_no_partial_sums_from_around_it():
+    with tr.Layout(tr.make_mesh(model=8)):
+        x = tr.reshard("a b -> a b/model", jnp.ones((2, 8)))
+        sums = tr.einsum("a b/model, c b/model -> a c +model", x, x)
+
+        def settled(y):
+            return tr.reshard("a c +model -> a c", sums) + y
+
+        with pytest.raises(PendingSumError, match="settled reads from around it, in named_jit: pass it as an argument"):
+            tr.named_jit(settled)(jnp.ones((2, 2)))
+        given = tr.named_jit(lambda sums, y: tr.reshard("a c +model -> a c", sums) + y)
+        np.testing.assert_array_equal(given(sums, jnp.ones((2, 2))), settled(jnp.ones((2, 2))))

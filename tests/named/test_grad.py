@@ -88,3 +88,23 @@ def test_a_rule_of_ones_own_in_a_mapped_function_takes_its_weight_as_an_argument
             tr.grad(lambda s: tr.vmap(lambda x: scaled(x, s), "batch")(x).sum())(s)
         found = tr.named_jit(tr.grad(lambda s: tr.vmap(scaled, "batch")(x, s).sum()))(s)
         np.testing.assert_allclose(np.asarray(found), values.sum(0), rtol=1e-5)
+
+
+def test_the_gradient_given_to_jaxs_vjp_lies_where_the_functions_result_does():
+    """As in the rule of a reversible layer, which makes its input again and differentiates its parts by itself."""
+
+    def gradient(ended):
+        def part(w, x):
+            return ended(tr.tanh(tr.dot(x, w, over="half").rename(other="half")))
+
+        mixed = jax.custom_vjp(part)
+        mixed.defvjp(lambda *kept: (part(*kept), kept), lambda kept, d: jax.vjp(part, *kept)[1](tr.shard(d, "compute")))
+        w, x = (tr.random.normal(jax.random.key(0), dims) for dims in ({"half": 8, "other": 8}, {"pos": 8, "half": 8}))
+        return tr.named_jit(tr.grad(lambda w: (mixed(w, tr.shard(x, "compute")) ** 2.0).sum()))(tr.shard(w, "compute"))
+
+    wanted = gradient(tr.shard)
+    with tr.Layout(tr.make_mesh(a=8), compute={"other": "a", "pos": "a"}):
+        with pytest.raises(TypeMismatch, match="gradient sharded like the function's result, got .*end the"):
+            gradient(lambda y: y)
+        found = gradient(lambda y: tr.shard(y, "compute"))
+        np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-5, atol=1e-6)

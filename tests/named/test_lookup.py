@@ -37,6 +37,53 @@ def test_numbers_without_a_zero():
     np.testing.assert_array_equal(np.asarray(rows).astype(np.float32), [4, 0.125, 0.5])
 
 
+def test_keys_are_looked_up_and_put():
+    """Random keys have no zero either, and no cast."""
+
+    def program(keys, ids):
+        spread = tr.broadcast_to(keys, {"copy": 2, "word": 8})
+        along, put = tr.take_along(keys, "word", ids.rename(pos="word")), keys.at["word", 0].set(keys["word", 1])
+        found = tr.take(keys, "word", ids), along, put, keys.at["word", ids].set(keys["word", 1]), spread
+        return [jax.random.key_data(k.array) for k in found]
+
+    ids = tr.named(jnp.int32([6, 1, 3, 2, 7, 0, 4, 5]), "pos")
+    alone = program(tr.random.split(jax.random.key(0), "word", 8), ids)
+    with Layout(make_mesh(data=4, model=2), compute={"word": "model"}):
+        keys = tr.random.split(jax.random.key(0), "word", 8)
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(program)(keys, ids), alone)
+
+
+def test_one_row_of_slices_is_sent_alone():
+    x = tr.named(jnp.arange(64.0).reshape(2, 8, 4), "batch pos embed")
+    params = {"pos": "model", "embed": "data"}
+    with Layout(make_mesh(data=2, model=4), params, compute={"batch": "data", "pos": "model"}, strict=True):
+        (row,) = tr.ledger(lambda x: x["pos", 2], tr.shard(x)).rows
+        assert (row.kind, row.what) == ("all-reduce", "batch embed/data +model -> batch embed/data")
+        there = tr.shard(x, "compute")
+        for n in (5, -1):
+            (row,) = tr.ledger(lambda x, n=n: x["pos", n], there).rows
+            assert (row.kind, row.what) == ("all-reduce", "batch/data embed +model -> batch/data embed")
+            np.testing.assert_array_equal(there["pos", n].array, np.asarray(x)[:, n])
+        gradient = tr.named_jit(lambda x: tr.grad(lambda x: (x["pos", 5] ** 2.0).sum())(x))(there)
+        np.testing.assert_array_equal(gradient.array, 2 * np.asarray(x) * (np.arange(8) == 5)[:, None])
+    with Layout(make_mesh(model=8), compute={"pos": "model"}):
+        scales = tr.shard(tr.named(jnp.asarray(2.0 ** np.arange(8), jnp.float8_e8m0fnu), "pos"), "compute")
+        assert np.asarray(scales["pos", 3].array).astype(np.float32) == 8
+        there = tr.shard(x, "compute")
+        second = jax.hessian(lambda scale: ((there * scale)["pos", 2] ** 2.0).sum().array)  # which maps over the row
+        np.testing.assert_allclose(second(1.0), 2 * (np.asarray(x)[:, 2] ** 2).sum())
+
+
+def test_outside_of_jit_equal_lookups_are_compiled_once(caplog):
+    with Layout(make_mesh(data=4, model=2), compute={"batch": "data", "vocab": "model"}):
+        table = tr.shard(tr.ones({"vocab": 8, "embed": 4}), "compute")
+        ids = tr.shard(tr.zeros({"batch": 4, "pos": 2}, jnp.int32), "compute")
+        tr.take(table, "vocab", ids)
+        with jax.log_compiles():
+            tr.take(table, "vocab", ids)
+    assert not [r for r in caplog.records if "ompil" in r.message]
+
+
 OFTEN = 4096
 LAYOUTS = ({}, {"batch": "data"}, {"batch": "data", "vocab": "model"}, {"batch": "data", "embed": "model"})
 

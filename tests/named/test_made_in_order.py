@@ -147,6 +147,10 @@ def test_what_it_says_of_positions_from_around():
         )
         with pytest.raises(tr.NamesError, match="in np.asarray: pass it, too"):
             tr.in_order(lambda y: y * tr.named(np.asarray(x), "pos"), x)
+        times = jax.jit(lambda y: y * x)
+        for _ in range(2):  # JAX keeps what it has traced
+            with pytest.raises(tr.NamesError, match="in multiply: pass it, too"):
+                tr.in_order(lambda y: times(y).cumsum("pos"), x)
 
 
 @pytest.mark.parametrize("jit", [False, True])

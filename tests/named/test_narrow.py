@@ -195,6 +195,29 @@ def test_an_array_of_zeros_stays_zeros_and_what_is_not_finite_shows():
         assert not np.isfinite(tr.dot(x, tr.Narrow(w, kind), over="embed").array).any()
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_what_is_no_number_shows_on_every_device(kind):
+    """int8 has none, and a maximum over devices may leave one out: XLA's on a CPU does."""
+    x, w = tr.ones({"batch": 8, "embed": 8}), tr.ones({"embed": 8, "mlp": 4})
+    x = x.with_array(x.array.at[3, 2].set(jnp.nan))
+
+    def products(x, w):
+        dot = lambda x, w, largest=None: tr.dot(x, tr.Narrow(w, kind, largest=largest), over="embed")
+        pull = jax.vjp(lambda largest: dot(x, w, largest), jnp.ones(3))[1]
+        return dot(x, w), pull(tr.ones({"batch": 8, "mlp": 4}))[0]
+
+    with tr.Layout(tr.make_mesh(data=8), params={"embed": "data"}, compute={"batch": "data"}):
+        out, met = tr.named_jit(products)(tr.shard(x), tr.shard(w, "params"))
+    assert not np.isfinite(out.array).any()
+    np.testing.assert_array_equal(met, [np.inf, 1, 1])  # also of delayed scales, by which int8 makes it a number
+
+
+def test_gradients_whose_scale_is_below_the_least_normal_number_are_finite():
+    x, w = tr.ones({"batch": 2, "embed": 4}), tr.ones({"embed": 4, "mlp": 2})
+    pull = jax.vjp(lambda x: tr.dot(x, tr.Narrow(w, "fp8"), over="embed"), x)[1]
+    assert np.isfinite(pull(tr.named(jnp.array([[1e-36, 0.0], [1e-37, 0.0]]), "batch mlp"))[0].array).all()
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int8", "mxfp8", "nvfp4"])
 def test_a_product_of_no_numbers(kind):
     loss = lambda x, w: tr.dot(x, tr.Narrow(w, kind), over="embed").sum()

@@ -144,8 +144,22 @@ def test_how_another_mesh_of_the_same_sizes_is_another():
     }
     for said, mesh in meshes.items():
         x = tr.named(jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P("data"))), "b")
-        with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}), pytest.raises(MeshError, match=said):
-            x + 1
+        for use in (lambda x: x + 1, tr.grad(lambda x: (x * x).sum())):
+            with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}), pytest.raises(MeshError, match=said):
+                use(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_arrays_on_a_single_device(kind):
+    """Whole like these, also if `jax.device_put` has taken one from a mesh, whose type still has its slices."""
+    x, device = tr.named(np.arange(8.0, dtype=np.float32), "b"), jax.devices()[3]
+    with _layout(kind, compute={"b": "data"}):
+        for there in (jax.device_put(x, device), jax.device_put(tr.shard(x, "compute"), device)):
+            np.testing.assert_array_equal(there + 1, x.array + 1)
+            given = {"named": there, "plain": jax.device_put(np.float32(3.0), device)}
+            found = tr.grad(lambda tree: (tree["named"] * tree["named"] * tree["plain"]).sum())(given)
+            np.testing.assert_array_equal(found["named"], 6 * x.array)
+            assert found["plain"] == 140 and tr.typeof(found["named"]) == "f32[b=8]"
 
 
 def test_after_the_layout_has_ended():

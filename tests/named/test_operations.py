@@ -89,6 +89,14 @@ def test_the_largest_value_is_nan_where_one_is_on_any_device(axis_type):
         np.testing.assert_array_equal(value, wanted)
 
 
+def test_the_largest_of_numbers_makes_no_nan():
+    """`jax.debug_nans` ends a program where one is made, which no device does alone."""
+    with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}), jax.debug_nans(True):
+        x = tr.shard(rand(a=3, b=8), "compute")
+        for reduced in (x.max("b"), x.min("b"), tr.nanmax(x, "b"), tr.grad(lambda x: x.max("b").sum())(x)):
+            assert jnp.isfinite(reduced.array).all()
+
+
 def test_the_largest_of_no_values():
     nothing = named(jnp.zeros((0, 2), jnp.int8), "a b")
     assert nothing.max("a").array.tolist() == [-128, -128] and nothing.min().array.tolist() == 127
@@ -128,6 +136,22 @@ def test_dot_and_einsum():
     np.testing.assert_allclose(tr.einsum("embed batch pos -> pos", x).array, x.array.sum((0, 2)), rtol=1e-5)
     scores = tr.einsum("... embed, mlp embed -> ... mlp", x, w.transpose("mlp embed"))
     assert scores.names == ("batch", "pos", "mlp")
+
+
+@pytest.mark.parametrize("text", ["a b, b c, c d, d -> a", "b q h, b k h, b k v -> b q v", "b i, i j, b j -> b"])
+def test_several_factors_are_multiplied_in_the_order_of_the_fewest_operations(text):
+    factors = [t.split() for t in text.partition("->")[0].split(",")]
+    arrays = [rand(**dict.fromkeys(names, 16)) for names in factors]
+    work = lambda f, args: jax.jit(f).lower(*args).cost_analysis()["flops"]
+    plain = lambda *given: jnp.einsum(text.replace(" ", ""), *given)
+    expected = plain(*(x.array for x in arrays))
+    assert work(lambda *given: tr.einsum(text, *given), arrays) == work(plain, [x.array for x in arrays])
+    out = text.partition("->")[2].split()
+    over = {n for names in factors for n in names} - set(out)
+    with tr.Layout(tr.make_mesh(d=4, m=2), params={"a": "d", "k": "m"}, compute={"b": "d", "c": "m", "j": "m"}):
+        found = tr.named_jit(lambda *given: (tr.einsum(text, *given), tr.dot(*given, over=over)))(*arrays)
+    for x in found:
+        np.testing.assert_allclose(x.transpose(out).array, expected, rtol=1e-3, atol=1e-3)
 
 
 names = st.sampled_from("abcde")
@@ -243,6 +267,29 @@ def test_lifting_is_one_line():
     np.testing.assert_allclose(center(rand(a=4), "a").array.sum(), 0, atol=1e-6)
     median = tr.lift_reduction(jnp.median)
     assert median(rand(a=3, b=2), "a").names == ("b",)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_is_lifted_keeps_its_dimensions(jit):
+    """Names would stand for other sizes: rows and columns of a transposed array, one difference less than numbers."""
+    wrong = {
+        r"got f32\[5 4\] of \(4, 5\), in turned": lambda x: tr.lift(jnp.transpose, name="turned")(x),
+        r"got f32\[\] of \(4, 5\), in <lambda>": lambda x: tr.lift(lambda a: a.sum())(x),
+        r"got f32\[4 4\] of \(4, 5\), in <lambda>": lambda x: tr.lift_along(lambda a, axis: jnp.diff(a, axis=axis))(
+            x, "b"
+        ),
+    }
+    for message, use in wrong.items():
+        with pytest.raises(tr.NamesError, match=f"must keep the dimensions of its operands, {message}"):
+            (jax.jit(use) if jit else use)(tr.ones({"a": 4, "b": 5}))
+
+
+def test_dimensions_may_have_the_names_of_parameters():
+    x = tr.ones({"x": 4, "names": 6, "pattern": 2})
+    assert x.rename(x="self", names="x").shape == {"self": 4, "x": 6, "pattern": 2}
+    assert tr.rename(x, x="names", names="x").shape == {"names": 4, "x": 6, "pattern": 2}
+    parts = "(x y) names (pattern x2) -> x y names pattern x2"
+    assert tr.rearrange(x, parts, x=2, pattern=1).shape == {"x": 2, "y": 2, "names": 6, "pattern": 1, "x2": 2}
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,23 @@ def test_values_gradients_and_bytes_are_those_without(which):
     assert steps == 2 * (1 + 2) * (1 if "context" in which else 3)
 
 
+def test_second_derivatives_are_those_of_one_device():
+    def size(x, into, out):
+        hidden = tr.tanh(tr.einsum("batch pos embed, embed mlp -> batch pos mlp", x, into) * 0.02)
+        back = tr.einsum("mlp embed, batch pos mlp -> batch pos embed", out, hidden)
+        return tr.tanh(back * 0.005).sum()
+
+    def second(*given):
+        return tr.grad(lambda *given: sum((g**2.0).sum() for g in tr.grad(size, (0, 1, 2))(*given)), (0, 1, 2))(*given)
+
+    given = [coded("batch", "pos", "embed"), coded("embed", "mlp"), coded("mlp", "embed")]
+    wanted = jax.jit(second)(*given)
+    with layout():
+        found = tr.named_jit(second)(tr.shard(given[0], "compute"), *map(tr.shard, given[1:]))
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * float(jnp.abs(want.array).max()))
+
+
 def test_in_bfloat16_sums_over_the_ring_are_float32():
     with layout("features"):
         x, w = tr.shard(coded("batch", "embed").astype("bfloat16"), "compute"), tr.shard(coded("embed", "mlp"))

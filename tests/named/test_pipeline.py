@@ -26,6 +26,7 @@ from trellis.named import (
     tanh,
     zeros,
 )
+from trellis.named.pipeline.cut import before
 
 EMBED, BATCH, LAYERS = 8, 16, 4
 
@@ -99,6 +100,18 @@ def test_unrolled_layers_and_policies_change_nothing(options, policy):
     check_close(found, expected)
 
 
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint])
+def test_a_stack_that_is_called_inside_of_a_function_of_jax_is_refused_with_the_fix(around):
+    """What its layers get exists in that function alone."""
+    model = around(lambda x, marks: through(layers(), x, marks))
+    met = lambda model: jax.make_jaxpr(lambda *args: before("layers", model, *args).x.array)(*inputs())
+    assert met(lambda x, marks: through(layers(), x, marks))
+    with pytest.raises(
+        NamesError, match=r"got a call inside of a function under jax\.jit(.|\n)*call the model without"
+    ):
+        met(model)
+
+
 def test_bfloat16_layers_stay_bfloat16_and_add_up_their_gradients_in_float32():
     """128 microbatches of one row: a sum in bfloat16 would stop growing at 256 times its addends."""
     ones = lambda *names: named(
@@ -161,6 +174,25 @@ def noise(stacked: Stacked, x: NamedArray, of: str) -> NamedArray:
     return stacked.fold(x, key)
 
 
+def test_what_all_layers_get_moves_once():
+    """A weight as an argument: its gradient is summed after the last tick, and not in every tick for every layer."""
+    stacked, (x, marks) = layers(), inputs()
+    weight = random.normal(jax.random.key(2), {"embed": EMBED, "out": EMBED}) * 0.2
+
+    def call(layer, x, w, marks):
+        return layer(x + einsum("batch embed, embed out -> batch out", x, w).rename(out="embed"), 1.0, marks)
+
+    loss = lambda w, s, x, m: (s.fold(x, w, m, call=call) ** 2.0).mean().array
+    wanted = jax.jit(jax.grad(loss))(weight, stacked, x, marks)
+    with layout(2, 2):
+        args = shard((weight, stacked)) + shard((x, marks), "compute")
+        got = named_jit(jax.grad(loss))(*args)
+        rows = ledger(jax.grad(loss), *args).rows
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
+    summed = [row for row in rows if row.direction == "backward" and row.kind in ("all-reduce", "reduce-scatter")]
+    assert summed and all(row.times == 1 for row in summed)
+
+
 @pytest.mark.parametrize("data, of", [(1, "a layer"), (4, "a layer"), (2, "all layers"), (2, "no layer")])
 def test_random_keys_differ_between_parts(data, of):
     """Rows of different microbatches, and of different slices of the batch, get different noise."""
@@ -170,6 +202,33 @@ def test_random_keys_differ_between_parts(data, of):
         out = named_jit(noise, static=(2,))(shard(stacked), x, of)
     rows = np.asarray(out.array)
     assert len(np.unique(rows.round(5), axis=0)) == 8
+
+
+@pytest.mark.parametrize("of", ["a layer", "all layers", "no layer"])
+def test_what_is_not_drawn_along_the_batch_is_the_same_for_all_parts(of):
+    """As on one device: noise of a weight is that of all rows."""
+    stacked = Stacked(OfWeights(named(jnp.ones((LAYERS, EMBED)), "layers embed")), Axis("layers", LAYERS))
+    wanted = noise(stacked, inputs()[0], of).array
+    with layout(2, 2, pipeline_microbatches=2):
+        found = named_jit(noise, static=(2,))(shard(stacked), placed(*inputs())[0], of)
+    np.testing.assert_allclose(found.array, wanted, rtol=1e-5)
+
+
+def test_a_jitted_function_may_draw_in_a_layer():
+    """JAX would keep what it has traced of it, and with it the number of a part that another program has."""
+    drawn = jax.jit(lambda x: random.dropout(jax.random.key(3), x, 0.5))
+    stacked = Stacked(OfWeights(named(jnp.ones((LAYERS, EMBED)), "layers embed")), Axis("layers", LAYERS))
+    with layout(2, 2, pipeline_microbatches=2):
+        x, block = placed(*inputs())[0], shard(stacked)
+        programs = [str(jax.make_jaxpr(lambda x: block.fold(x, call=lambda _, x: drawn(x)))(x)) for _ in range(2)]
+    assert programs[0] == programs[1]
+
+
+class OfWeights(eqx.Module):
+    w: NamedArray
+
+    def __call__(self, x, key):
+        return x * (self.w + 0.1 * random.normal(key, self.w.axes))
 
 
 class Numbered(eqx.Module):

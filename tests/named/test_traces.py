@@ -7,6 +7,7 @@ import pytest
 
 import trellis as tr
 from trellis.named import NamesError
+from trellis.named.saving import layer_written_out
 
 
 def _product(w, x):
@@ -48,6 +49,17 @@ def test_a_second_layout_is_traced_anew(way):
             np.testing.assert_array_equal(np.asarray(WAYS[way](w, x)).ravel(), [1024])
     assert seen[0].keys() == {"data"} and seen[1].keys() == {"model"} and not seen[2]
     assert seen[3] == seen[0]
+
+
+def test_what_is_kept_on_the_host_and_what_is_fenced_is_traced_anew():
+    marked = jax.jit(lambda x: tr.save(jnp.sin(x), "h"))
+    part = jax.jit(lambda x: tr.checkpoint(marked, tr.Keep())(x))
+    for keep, fences in ((tr.Keep(names=("h",)), 0), (tr.Keep(offload=("h",)), 1), (tr.Keep(names=("h",)), 0)):
+        text = str(jax.make_jaxpr(tr.checkpoint(lambda x: marked(x).sum(), keep))(jnp.ones(4)))
+        assert text.count("optimization_barrier") == fences
+    for fenced in (False, True, False):
+        with layer_written_out(fenced):
+            assert f"prevent_cse={fenced}" in str(jax.make_jaxpr(lambda x: part(x))(jnp.ones(4)))
 
 
 def test_strict_is_seen():

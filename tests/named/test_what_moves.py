@@ -39,6 +39,7 @@ KEY = jax.random.key(0)
 DATA = tr.Layout(MESH, params={"embed": "x"}, compute={"batch": "x"})
 TENSOR = tr.Layout(MESH, params={"vocab": "x"}, compute={"heads": "x", "kv_heads": "x", "vocab": "x"})
 CONTEXT = tr.Layout(MESH, compute={"pos": "x"})
+CHANNELS = tr.Layout(MESH, params={"embed": "x"}, compute={"embed": "x"})
 with DATA:
     H = tr.shard(tr.ones({"batch": 8, "pos": 16, "embed": 8}), "compute")
     Q, LAST = (tr.shard(tr.ones({"batch": 8, "pos": n, "heads": 8, "head_dim": 8}), "compute") for n in (16, 1))
@@ -51,6 +52,8 @@ with DATA:
     ROPE = nn.rotary_tables(tr.arange(Q.axis("pos")), Q.axis("head_dim"), 1e4)
 with TENSOR:
     H_T, Q_T, LAST_T, K_T, TABLE_T, LOGITS_T = tr.shard(jax.device_get((H, Q, LAST, K, TABLE, LOGITS)), "compute")
+with CHANNELS:
+    H_E = tr.shard(jax.device_get(H), "compute")
 with CONTEXT:
     Q_C, K_C = tr.shard(jax.device_get((Q, K)), "compute")
     SLICED_K = Q_C.rename(pos="key_pos", heads="kv_heads")
@@ -87,7 +90,7 @@ PRODUCTS = [
     (LAYOUT, lambda fn, x, y: fn(x, y, over="a"), X, Y),
     (FREE, lambda fn, x, y: fn(x, y, over="a"), X, Y),
 ]
-AXIS = tr.Axis("a", 8)
+AXIS, ONE = tr.Axis("a", 8), jnp.float32(1.0)
 # Calls that meet what the claims say: a layout, what is called, and its arrays. For what is absent see `calls`.
 CALLS = {
     "all_gather": [
@@ -96,6 +99,7 @@ CALLS = {
     ],
     "all_reduce": [(LAYOUT, lambda fn, x: fn("b c +x -> b c", x), PENDING)],
     "all_to_all": [(LAYOUT, lambda fn, x: fn("a/x b -> a b/x", x), X)],
+    "arange": [(LAYOUT, lambda fn, step: fn(AXIS, start=step, step=step, dtype=jnp.float32), ONE)],
     "astype": [(LAYOUT, lambda fn, x: fn(x, jnp.bfloat16), X)],
     "at": [(LAYOUT, lambda fn, x: fn(x)["a", 3].set(1.0), X), (LAYOUT, lambda fn, x: fn(x)["b", 3].set(1.0), X)],
     "broadcast_to": [(LAYOUT, lambda fn, x: fn(x, {"a": 8, "b": 8}), x) for x in (REST, WHOLE)],
@@ -112,7 +116,7 @@ CALLS = {
         (FREE, lambda fn, x, y: fn("a b, a c -> b c", x, y), X, Y),
     ],
     "from_numpy": [(LAYOUT, lambda fn: fn(np.ones((8, 8)), "a b"))],
-    "full": [(LAYOUT, lambda fn: fn({"a": 8}, 1.0))],
+    "full": [(LAYOUT, lambda fn, value: fn({"a": 8}, value), ONE)],
     "gathered": [(DATA, lambda fn, t: tr.take(fn(t), "vocab", TARGETS), TABLE)],
     "index": [
         (LAYOUT, lambda fn, x: fn(x, ("a", 3)), X),
@@ -121,6 +125,7 @@ CALLS = {
         (LAYOUT, lambda fn, x: fn(x, ("a", IDS.rename(a="k"))), X),
         (FREE, lambda fn, x: fn(x, ("a", IDS.rename(a="k"))), X),
     ],
+    "linspace": [(LAYOUT, lambda fn, stop: fn(AXIS, stop=stop), ONE)],
     "merge_axes": [
         (LAYOUT, lambda fn, x: fn(x, ("a", "b"), "ab"), X),
         (LAYOUT, lambda fn, x: fn(x.transpose("b a"), ("b", "a"), "ba"), X),
@@ -140,7 +145,7 @@ CALLS = {
     "nn.geglu": [(LAYOUT, lambda fn, x, y: fn(x, y), X, X)],
     "nn.next_token_loss": [
         (layout, lambda fn, h, t: fn(h, t, TARGETS).total, h, t)
-        for layout, h, t in ((DATA, H, TABLE), (TENSOR, H_T, TABLE_T))
+        for layout, h, t in ((DATA, H, TABLE), (TENSOR, H_T, TABLE_T), (CHANNELS, H_E, TABLE))
     ],
     "nn.normal": [(LAYOUT, lambda fn: fn(KEY, {"b": 8}, deviation=1.0))],
     "nn.rotary_tables": [(DATA, lambda fn: fn(tr.arange(Q.axis("pos")), Q.axis("head_dim"), 1e4))],
@@ -157,7 +162,8 @@ CALLS = {
     "random.randint": [(LAYOUT, lambda fn: fn(KEY, {"a": 8}, 0, 3))],
     "random.shuffle": [(LAYOUT, lambda fn, x: fn(KEY, x, "a"), X)],
     "random.split": [(LAYOUT, lambda fn: fn(KEY, "a", 8))],
-    "random.truncated_normal": [(LAYOUT, lambda fn: fn(KEY, {"a": 8}, -1.0, 1.0))],
+    "random.truncated_normal": [(LAYOUT, lambda fn, upper: fn(KEY, {"a": 8}, -1.0, upper), ONE)],
+    "random.uniform": [(LAYOUT, lambda fn, stop: fn(KEY, {"a": 8}, maxval=stop), ONE)],
     "rearrange": [
         (LAYOUT, lambda fn, x: fn(x, "(u v) b -> u v b", u=2), X),
         (LAYOUT, lambda fn, x: fn(x, "a b -> (b a)"), X),

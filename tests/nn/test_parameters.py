@@ -5,11 +5,13 @@ from __future__ import annotations
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import trellis as tr
 from tests.models.small import CONFIGS
+from trellis import nn
 from trellis.nn import Precision
 from trellis.nn.parameters import Bias, Role, Scale, Weight, parameters
 from trellis.optim import decayed
@@ -103,3 +105,21 @@ def test_precision_and_moments_go_by_parts_of_names_and_by_axes():
     rule = in_eight_bits(optax.scale_by_adam(), lambda p: policy.moments_of(p) is not None)
     kept = jax.eval_shape(rule.init, model)
     assert narrow_parts(kept, {"experts": "mxfp8", "gate": "mxfp8", "up": "mxfp8"}) == {"experts", "gate"}
+
+
+def test_a_weight_has_the_names_that_its_product_sums_over():
+    key, axes = jax.random.key(0), {"embed": 64, "mlp": 16}
+    for over in ("embed", tr.Axis("embed", 64), ("embed",)):
+        assert abs(nn.weight(key, axes, over=over).array.std() - 1 / 8) < 0.02
+    for over in ("emb", ("embed", "heads"), ()):
+        with pytest.raises(tr.NamesError, match="sums over, got over=.* for axes embed=64, mlp=16, in weight: name"):
+            nn.weight(key, axes, over=over)
+    assert nn.weight(key, {"embed": 0, "mlp": 16}, over="embed").size == 0
+
+
+def test_a_layer_norm_over_several_names():
+    x = tr.random.normal(jax.random.key(0), {"pos": 2, "heads": 3, "head_dim": 4}) * 3.0 + 1.0
+    norm = nn.LayerNorm.init((tr.Axis("heads", 3), tr.Axis("head_dim", 4)), 1e-6)
+    rows = x.array.reshape(2, -1)
+    wanted = (rows - rows.mean(1, keepdims=True)) / rows.std(1, keepdims=True)
+    np.testing.assert_allclose(norm(x).array.reshape(2, -1), wanted, atol=1e-4)

@@ -7,6 +7,7 @@ import pytest
 import trellis as tr
 from trellis import f32, nn
 from trellis.named import NamesError
+from trellis.nn import rope
 
 NAMES = "batch pos heads head_dim"
 
@@ -35,3 +36,28 @@ def test_slices_are_rotated_as_the_whole_is_or_refused(name, pairs):
                 manual(x, *tables)
         else:
             np.testing.assert_allclose(manual(x, *tables).array, wanted.array, rtol=1e-5, atol=1e-5)
+
+
+def test_the_product_that_exchanges_pairs_renames_one_dimension(monkeypatch):
+    """On a TPU; another name may have that of the rotated one within it."""
+    x = tr.random.normal(jax.random.key(0), {"pos": 4, "heads": 2, "d": 6})
+    tables = nn.rotary_tables(tr.arange(tr.Axis("pos", 4)), tr.Axis("d", 6), 1e4)
+    wanted = nn.rotate(x, tables, "d")
+    monkeypatch.setattr(rope, "swaps_by_product", lambda _: True)
+    found = nn.rotate(x, tables, "d")
+    assert found.names == wanted.names
+    np.testing.assert_allclose(found.array, wanted.array, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "theta", "pairs", "message"),
+    [
+        (5, 1e4, None, "need an even number of elements, since they rotate pairs, got 5"),
+        (8, 1e4, 3, "need an even number of elements, since they rotate pairs, got 3"),
+        (8, 1e4, 10, "got pairs=10 of head_dim=8, in rotary_tables: use 8 or fewer"),
+        (8, 0.0, None, "theta must be more than 0, got theta=0.0"),
+    ],
+)
+def test_what_cannot_be_rotated_is_refused(size, theta, pairs, message):
+    with pytest.raises(NamesError, match=message):
+        nn.rotary_tables(tr.arange(tr.Axis("pos", 4)), tr.Axis("head_dim", size), theta, pairs=pairs)

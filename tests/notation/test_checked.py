@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import threading
 import typing
 
 import jax
@@ -188,6 +189,10 @@ def test_off_costs_one_comparison_and_checks_nothing():
         assert not checking()
         assert wrong_result(X) is X
         with checking(True):
+            assert checking()
+            other = threading.Thread(target=checking, args=(False,))  # it has checks of its own
+            other.start()
+            other.join()
             assert checking()
         assert not checking()
     assert checking()

@@ -8,6 +8,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trellis.errors import UserError
+from trellis.inspect import flops, ledger
+from trellis.mesh.meshes import make_mesh
 from trellis.named import NamedArray, named
 from trellis.named.blocks import Blocks
 from trellis.optim import (
@@ -229,6 +231,45 @@ def test_muon_takes_two_sides_for_a_matrix_whatever_their_names(names, orthogona
         plain = {"w": gradient.reshape(-1, 5) if "heads" in names else gradient}
         alone = optimizer.update(plain, optimizer.init(plain), plain)[0]["w"].reshape(gradient.shape)
         np.testing.assert_allclose(updates["w"].array, alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_muon_leaves_experts_where_they_are_and_does_no_matrix_twice(layers):
+    shape = (layers, 8, 8, 16)
+    gradient = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    optimizer = make_optimizer(Muon(learning_rate=1.0, weight_decay=0.0), Constant(warmup_steps=0), steps=1)
+
+    def update(gradient):
+        tree = {"w": named(gradient, "layers experts embed mlp")}
+        return optimizer.update(tree, optimizer.init(tree), tree)[0]["w"].array
+
+    mesh = make_mesh(data=2, expert=4)
+    sliced = jax.device_put(gradient, NamedSharding(mesh, PartitionSpec(None, "expert", "data")))
+    with jax.set_mesh(mesh):
+        on_mesh = jax.jit(update).lower(sliced).compile()
+        rows = ledger(update, sliced).rows
+    alone = jax.jit(update).lower(gradient).compile()
+    np.testing.assert_allclose(on_mesh(sliced), alone(gradient), rtol=2e-4, atol=1e-5)
+    assert [(row.kind, row.axes) for row in rows] == [("all-to-all", ("data",))] * 2
+    assert flops(on_mesh) * 8 == flops(alone)
+
+
+def test_muon_deals_matrices_out_over_the_largest_axis_that_divides_them():
+    """Four layers over four devices, not over the two that the mesh has first."""
+    gradient = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 16)), jnp.float32)
+    optimizer = make_optimizer(Muon(learning_rate=1.0, weight_decay=0.0), Constant(warmup_steps=0), steps=1)
+
+    def update(gradient):
+        tree = {"w": named(gradient, "layers embed mlp")}
+        return optimizer.update(tree, optimizer.init(tree), tree)[0]["w"].array
+
+    mesh = make_mesh(data=2, data_y=4)
+    sliced = jax.device_put(gradient, NamedSharding(mesh, PartitionSpec(None, ("data", "data_y"))))
+    with jax.set_mesh(mesh):
+        on_mesh = jax.jit(update).lower(sliced).compile()
+    alone = jax.jit(update).lower(gradient).compile()
+    np.testing.assert_allclose(on_mesh(sliced), alone(gradient), rtol=2e-4, atol=1e-5)
+    assert flops(on_mesh) * 4 == flops(alone)
 
 
 def test_muon_refuses_a_weight_whose_sides_are_unknown():

@@ -3,6 +3,7 @@
 import http.server
 import json
 import re
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -130,6 +131,9 @@ def test_a_run_without_a_step_is_left_out(two, tmp_path, capsys):
     code, out, _ = trellis(capsys, "compare", two[0], waiting, two[1], "--page", tmp_path / "both.html")
     assert code == 0 and out.startswith("waiting is left out: it has no step yet\n\nrun ")
     assert "waiting" not in out[10:] and "waiting" not in (tmp_path / "both.html").read_text()
+    (waiting / "metrics.jsonl").unlink()  # as in an imported run, or after `--until 0`
+    code, again, _ = trellis(capsys, "compare", two[0], waiting, two[1], "--page", tmp_path / "both.html")
+    assert code == 0 and again == out
     code, _, err = trellis(capsys, "compare", two[0], waiting)
     assert code == 2 and "A run must have a step to be compared" in err
 
@@ -166,6 +170,21 @@ def test_a_run_is_served_while_it_trains(tmp_path):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(url + "run.yaml")
         server.shutdown()
+
+
+def test_a_browser_that_leaves_is_no_error(tmp_path, capsys, monkeypatch):
+    def fails(*_):
+        raise error
+
+    (tmp_path / "run.yaml").touch()
+    monkeypatch.setattr("trellis.pages.serve._current", fails)
+    for error, told in ((ConnectionResetError, False), (BrokenPipeError, False), (ZeroDivisionError, True)):
+        with serve(tmp_path, host="127.0.0.1", port=0, every=7) as server:
+            mine, browser = socket.socketpair()
+            browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            server.process_request_thread(mine, ("127.0.0.1", 1))
+            browser.close()
+        assert (error.__name__ in capsys.readouterr().err) == told
 
 
 def test_a_watcher_says_at_once_what_it_waits_for(tmp_path, capsys, monkeypatch):

@@ -16,7 +16,7 @@ from trellis.plan.adapt import adapt
 from trellis.plan.advice import advice
 from trellis.plan.frontier import why_lost
 from trellis.plan.quick import quick_plan
-from trellis.plan.search import search
+from trellis.plan.search import search, variants
 from trellis.plan.text import as_json, link_table, text
 from trellis.recipes import load_run
 
@@ -176,6 +176,90 @@ def test_advice_on_products_and_on_activations_can_be_followed():
     assert found.endswith(": a wider model, or wider heads, or less tensor parallelism (--mesh.model 1)")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "advised"),
+    [
+        ({"mesh.model": "4"}, "use less of it (--mesh.model 2), or --layout.overlap mlp,heads"),
+        (
+            {"mesh.context": "4", "data.sequence_length": "1024"},
+            "use less of it (--mesh.context 2), or --layout.context gather, or --layout.context exchange",
+        ),
+    ],
+)
+def test_more_tokens_do_not_help_activations_that_cross_the_network(sizes, advised):
+    """They move as many more."""
+    axis = next(iter(sizes)).partition(".")[2]
+    said = "\n".join(advice(quick_plan(small(**sizes, batch_size="64"), target("4x2xH100"))))
+    assert f" of the step waits for activations over {axis}, the network between hosts or slices: {advised}" in said
+    assert f"{advised}, or a copy of the model on each host (--layout.preset hybrid)" in said
+
+
+def test_a_larger_batch_is_advised_for_memory_bandwidth_if_it_reads_weights_for_more_tokens():
+    """Here elementwise work reads activations, and as much more of them."""
+    plans = [quick_plan(small(batch_size=str(size)), target("v5e:2x2")) for size in (32, 64)]
+    first, share = plans[0], [plan.times.by_bound()["memory"] / plan.seconds for plan in plans]
+    assert 0.3 < share[0] < share[1]
+    said = lambda *tried: [line for line in advice(first, *tried) if "memory bandwidth" in line]
+    assert said(lambda options: plans[1], "--batch_size 64") == [] and len(said()) == 1
+    fewer = dataclasses.replace(plans[1], times=dataclasses.replace(plans[1].times, lines=()))
+    assert said(lambda options: fewer, "--batch_size 64")[0].endswith("each weight for more tokens (--batch_size 64)")
+
+
+def test_a_step_that_does_not_fit_is_not_advised_to_take_more():
+    """Neither more tokens nor, of what is faster, anything that takes more memory."""
+    plan = quick_plan(small(batch_size="64"), target("4x2xH100"))
+    chip = dataclasses.replace(plan.target.chip, hbm_bytes=plan.memory.peak / 2)
+    full = dataclasses.replace(plan, target=dataclasses.replace(plan.target, chip=chip))
+    assert not full.fits and any("more tokens a device" in line for line in advice(plan))
+    faster = dataclasses.replace(full, tokens=2 * plan.tokens)
+    larger = dataclasses.replace(faster, memory=quick_plan(small(batch_size="128"), target("4x2xH100")).memory)
+    said = lambda new: "\n".join(advice(full, lambda options: new, "--batch_size 128"))
+    assert "more tokens" not in said(faster) + said(larger) + "\n".join(advice(full))
+    assert "keep weights inside (--layout.preset hybrid)" in said(faster) and "hybrid" not in said(larger)
+
+
+def test_more_tokens_are_advised_if_they_make_the_step_faster():
+    plan = quick_plan(small(batch_size="64"), target("4x2xH100"))
+    faster = dataclasses.replace(plan, tokens=2 * plan.tokens)
+    said = lambda new: "\n".join(advice(plan, lambda options: new, "--batch_size 128"))
+    assert "more tokens a device (--batch_size 128)" in said(faster) and "more tokens" not in said(plan)
+
+
+@pytest.mark.parametrize(("copies", "advised"), [("1", "--layout.preset hybrid"), ("2", "--mesh.replica 4"), ("4", "")])
+def test_a_copy_on_each_host_is_advised_unless_each_has_one(copies, advised):
+    plan = quick_plan(small(batch_size="64", mesh__replica=copies), target("4x2xH100"))
+    said = "\n".join(line for line in advice(plan) if "the network between hosts or slices" in line)
+    assert said and ("keep weights inside" in said) == bool(advised) and advised in said
+
+
+def test_muons_repeated_products_are_told_with_a_mesh_that_shares_them():
+    sizes = {"optimizer.kind": "muon", "mesh.data": "8", "model.layers": "2", "model.embed": "512", "batch_size": "8"}
+    plans = {}
+
+    def planned(options=""):
+        words = options.split()
+        given = {name[2:]: value for name, value in zip(words[::2], words[1::2])}
+        return plans.setdefault(options, quick_plan(load_run("tiny", sizes | given), target("v5e:2x4")))
+
+    (said,) = (line for line in advice(planned(), planned) if "products of whole matrices" in line)
+    option = "--mesh.data 4 --mesh.data_y 2 --mesh.data_z 1"
+    assert said.endswith(f"a mesh axis that does not divide the layers repeat: use axes that do ({option})")
+    assert plans[option].seconds * 1.01 < planned().seconds
+
+
+def test_tables_whose_slices_end_within_a_tile_are_turned():
+    """To look words up and to add gradients to them, on TPUs alone. Sliced by words they lie as they are read."""
+    sizes = {"model.vocab": "65536", "model.embed": "256", "model.layers": "1", "batch_size": "8"}
+    plan = lambda on="v5e:2x4", **more: quick_plan(load_run("tiny", sizes | more), target(on))
+    by_words = {"layout.preset": "data", "layout.params": "{vocab: data, embed: data}"}
+    turned = lambda plan: [(piece.direction, piece.num_bytes) for piece in plan.work if piece.alone == "turned"]
+    found = plan()
+    assert turned(found) == [(way, 2 * 65536 * 256 * 4) for way in ("forward", "backward")]
+    assert turned(plan(**by_words)) == turned(plan("8xH100")) == []
+    (said,) = (line for line in advice(found) if "turns tables" in line)
+    assert said.endswith("(--layout.preset data --layout.params.vocab data --layout.params.embed data)")
+
+
 def test_options_are_advised_if_they_are_accepted_and_help():
     sizes = {"mesh.model": "2", "layout.preset": "fsdp_tensor_sequence"}
     plan = quick_plan(load_run("tiny", sizes), target("v5e:2x4"))
@@ -207,6 +291,27 @@ def test_what_a_plan_advises_is_tried(capsys):
             (waits,) = (line for line in found["advice"] if "over model" in line)
     assert ("--layout.overlap" in waits) == (seconds[1] * 1.01 < seconds[0])
     assert ("--mesh.model 1" in waits) == (seconds[2] * 1.01 < seconds[0])
+
+
+def test_a_search_leaves_rings_out_where_no_positions_are_sliced():
+    sizes = {"mesh__model": "2", "layout__preset": "auto", "layout__overlap": "mlp,heads"}
+    kept = {True: 0, False: 0}
+    for variant, options in variants(small(**sizes), target("v5e:2x2")):
+        rings = bool(variant.layout.overlap)
+        assert rings == (variant.mesh.model > 1 and variant.layout.preset != "fsdp_tensor")
+        assert options.get("layout.overlap") == (None if rings else "")
+        kept[rings] += 1
+    assert all(kept.values())
+    dotted = {name.replace(".", "__"): value for name, value in options.items()}
+    assert small(**sizes | dotted).layout == variant.layout
+
+
+@pytest.mark.parametrize("own", [{"accumulation": "sharded", "microbatches": "2"}, {"remat__policy": "offload"}])
+def test_a_search_refuses_no_variant_for_what_only_the_run_itself_has(own):
+    """Accumulation of several parts, and a policy that no stage can have."""
+    run, where = small(**own), target("v5e:2x2")
+    found = search(run, where, most=1)
+    assert found.sketched == sum(1 for _ in variants(run, where)) and not any(c.refused for c in found.candidates)
 
 
 @pytest.mark.slow(but=1)

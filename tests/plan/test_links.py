@@ -1,16 +1,19 @@
 """Mesh axes on the links of a target."""
 
+import numpy as np
 import pytest
 
 from trellis.errors import UserError
 from trellis.hardware.chips import target
+from trellis.hardware.described import described_devices
+from trellis.mesh import make_mesh
 from trellis.plan.links import EFFICIENCY, NETWORK_EFFICIENCY, links_of
 
 
 def test_axes_fill_whole_sides_of_a_torus():
     links = links_of({"data": 16, "model": 16}, target("v5e:16x16"))
-    assert links.describe("data") == "ring of 16 on side 0"
-    assert links.describe("model") == "ring of 16 on side 1"
+    assert links.describe("data") == "ring of 16 on side 1"
+    assert links.describe("model") == "ring of 16 on side 0"
     one = 2 * 50e9 * EFFICIENCY["tpu"]
     assert links.bandwidth(["model"]) == one
     assert links.bandwidth(["data", "model"]) == 2 * one  # both sides at once
@@ -18,7 +21,7 @@ def test_axes_fill_whole_sides_of_a_torus():
 
 def test_a_part_of_a_side_is_a_line():
     links = links_of({"data": 64, "model": 4}, target("v5e:16x16"))
-    assert links.describe("model") == "line of 4 on side 1"
+    assert links.describe("model") == "line of 4 on side 0"
     assert links.bandwidth(["model"]) == 50e9 * EFFICIENCY["tpu"]
 
 
@@ -109,7 +112,42 @@ def test_a_permute_goes_one_way_and_as_fast_as_its_slowest_link():
 
 def test_devices_that_are_apart_share_links_with_those_between():
     links = links_of({"data": 64, "model": 4}, target("v5e:16x16"))
-    assert links.describe("data") == "ring of 4 on side 1 (4 links apart), ring of 16 on side 0"
+    assert links.describe("data") == "ring of 4 on side 0 (4 links apart), ring of 16 on side 1"
     one = 2 * 50e9 * EFFICIENCY["tpu"]
     assert links.bandwidth(["data"]) == pytest.approx(one * (1 + 1 / 4))
     assert links.bandwidth(["data", "model"]) == pytest.approx(2 * one)  # together they are two whole rings
+
+
+@pytest.mark.parametrize(
+    ("on", "sizes", "links"),
+    [
+        ("v5e:2x4", {"data": 2, "model": 4}, {"data": 0.5, "model": 2}),  # squares of four, pairs far apart
+        ("v5e:2x4", {"data": 4, "model": 2}, {"data": 1, "model": 1}),
+        ("v5e:8x16", {"data": 16, "context": 2, "model": 4}, {"data": 2, "context": 1 / 4, "model": 1}),
+        ("v5p:4x4x8", {"data": 32, "context": 2, "model": 2}, {"data": 4, "context": 1, "model": 1}),
+    ],
+)
+def test_axes_are_on_the_sides_that_the_mesh_gives_them(on, sizes, links):
+    found = links_of(sizes, target(on))
+    one = target(on).chip.link_bandwidth * EFFICIENCY["tpu"]
+    assert {axis: found.bandwidth([axis]) / one for axis in sizes} == pytest.approx(links)
+
+
+@pytest.mark.parametrize(
+    ("on", "sizes"),
+    [
+        ("4xv5e:4x4", {"replica": 2, "data": 32}),
+        ("8xv5e:2x4", {"replica": 2, "data": 8, "model": 4}),
+        ("6xv5e:2x4", {"replica": 3, "stage": 2, "data": 8}),
+        ("3xv5e:4x4", {"data": 16, "model": 3}),
+        ("2xv7x:2x2x1", {"data": 4, "model": 4}),
+    ],
+)
+def test_slices_are_crossed_by_the_axes_that_cross_them_in_the_mesh(on, sizes):
+    mesh = make_mesh(described_devices(target(on)), **sizes)
+    links = links_of(dict(mesh.shape), target(on))
+    for number, axis in enumerate(mesh.shape):
+        crossed = {device.slice_index for device in np.moveaxis(mesh.devices, number, 0).reshape(sizes[axis], -1)[:, 0]}
+        network = [part.size for part in links.parts[axis] if part.where == "network"]
+        assert network == [len(crossed)] * (len(crossed) > 1)
+        assert np.prod([part.size for part in links.parts[axis]]) == sizes[axis]

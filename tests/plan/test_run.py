@@ -25,7 +25,7 @@ from trellis.plan.candidate import Candidate
 from trellis.plan.frontier import frontier_text, why_lost, why_won
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import quick_plan
-from trellis.plan.search import best, search, variants
+from trellis.plan.search import Found, best, search, variants
 from trellis.plan.sketch import Sketch
 from trellis.plan.text import as_json, text
 from trellis.plan.verdict import judge, verdict_text
@@ -329,6 +329,10 @@ def test_of_equals_the_simplest_wins():
     assert why_lost(simple, quick, target("v5e:2x2")) == "+0.5%: as fast, and less simple"
     assert why_lost(quick, asked, target("v5e:2x2")) == "-50% by types, not asked about"
     assert why_lost(one(2.0, 1), quick, target("v5e:2x2")).startswith("+100%: ")
+    assert quick.speed == base.tokens and asked.speed == base.tokens / 2.0, "by the time that the compiler gives"
+    assert dataclasses.replace(asked, plan=quick.plan).mfu == pytest.approx(quick.mfu / 2)
+    assert why_won(Found(target("v5e:2x2"), 2, (simple, asked), (), asked)) == "", "of the other nobody asked"
+    assert why_won(Found(target("v5e:2x2"), 2, (quick, one(2.0, 1)), (), quick)).startswith("it wins by 100.0% over ")
 
 
 @pytest.mark.slow
@@ -491,3 +495,6 @@ def test_compiled_programs_are_kept(tmp_path, monkeypatch):
     found = compiling._read("key")
     assert found.cached and found.text == "HloModule" and found.peak == 8 and found.largest == lost
     assert compiling._read("other") is None
+    before = compiling._key("module", gpus := target("8xH100"), {}, {})
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")  # which gives another program
+    assert compiling._key("module", gpus, {}, {}) != before

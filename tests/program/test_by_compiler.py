@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import trellis as tr
-from trellis.inspect.compiled import products
+from trellis.inspect.compiled import collectives, products
 from trellis.inspect.work import work
 from trellis.program import trace
 
@@ -63,9 +63,35 @@ def by_hand(x, w):
     return jax.shard_map(lambda x, w: (x @ w, w.sum(0)), mesh=MESH, **specs)(x, w)
 
 
+def partly_by_hand(x):
+    """The slices along a manual mesh axis are whole inside; those along one that is left stay."""
+    program = lambda x: (lax.psum(jnp.sin(x).sum(1), "model"), jnp.cos(x))
+    specs = {"in_specs": P(None, "model"), "out_specs": (P(), P(None, "model"))}
+    return jax.shard_map(program, mesh=MESH, axis_names={"model"}, **specs)(x)
+
+
+def test_what_is_pending_at_the_end_is_summed_there():
+    """At the end of a program, and of each turn of a loop that hands it on."""
+    x, w = placed((8, 16), "data", "model"), placed((3, 16, 16), None, "model", None)
+    (row,) = tr.ledger(lambda x, w: lax.scan(lambda x, w: (x @ w, None), x, w)[0], x, w)
+    assert (row.axis, row.times, row.note) == ("model", 3, "the compiler chooses")
+    for fn in (lambda x, w: x @ w[0], lambda x, w: w.sum(1)):
+        assert collectives(jax.jit(fn).lower(x, w).compile(), MESH).per_axis() == tr.ledger(fn, x, w).per_axis() != {}
+
+
+def test_what_is_sliced_by_hand_is_summed_once():
+    x = placed((8, 16), "data", "model")
+    (row,) = tr.ledger(partly_by_hand, x)
+    assert (row.kind, row.axis, row.payload) == ("all-reduce", "model", 2 * 4)
+    with jax.set_mesh(MESH):
+        compiled = jax.jit(partly_by_hand).lower(x).compile()
+    assert collectives(compiled, MESH).total() == row.total
+
+
 @pytest.mark.parametrize(
     ("fn", "args", "wanted"),
     [
+        (partly_by_hand, (placed((8, 16), "data", "model"),), [(DATA,), (DATA, MODEL)]),
         (lambda x, w: jnp.sin(x) @ w, (X, W), [(DATA, MODEL)]),
         (lambda x: constrained(x.T * 2, "model", None), (X,), [(MODEL, WHOLE)]),
         (lambda x: jnp.sort(x, axis=1), (X,), [(DATA, WHOLE)]),

@@ -1,14 +1,16 @@
-"""What loops repeat, and what is zero by a program's text."""
+"""What loops repeat, what is zero by a program's text, and what a value is a copy of."""
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import trellis as tr
 from trellis.inspect import ledger
+from trellis.nn.loss import linear_cross_entropy
 from trellis.program import trace
 from trellis.program.flow import Parameters, constants, repeats, uniform
 from trellis.program.reading import Argument, Program
@@ -106,9 +108,9 @@ def test_what_turns_add_to_zeros_moves(swaps):
 
 
 def test_what_is_made_of_zeros_is_found_again():
-    """Optax's norm adds the square of an imaginary part, of zeros: a norm that is computed twice is summed once."""
-    with jax.set_mesh(tr.make_mesh(x=8)):
-        x = jax.reshard(jnp.ones(8), P("x"))
+    """Optax's norm adds the square of an imaginary part, of zeros: TPUs sum a norm that is computed twice once."""
+    with jax.set_mesh(tr.make_mesh(tr.target_devices("v5e:2x4"), x=8)):
+        x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(jax.sharding.get_mesh(), P("x")))
         assert ledger(lambda x: optax.tree.norm(x) + optax.tree.norm(x), x).count() == 1
 
 
@@ -181,3 +183,13 @@ def test_a_number_behind_a_barrier_is_not_known():
     program = trace(lambda x: (x + jnp.zeros(4), x + lax.optimization_barrier(jnp.zeros(4))), jnp.ones(4))
     added = [operation.operands[1] for operation in program.walk() if operation.name == "add"]
     assert [value in uniform(program) for value in added] == [True, False]
+
+
+def test_a_table_that_the_loss_gathers_in_chunks_is_named():
+    mesh = tr.make_mesh(data=8)
+    given = lambda dtype, shape, *axes: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+    x, targets = given(jnp.float32, (8, 4, 16), "data"), given(jnp.int32, (8, 4), "data")
+    loss = lambda model, x, targets: linear_cross_entropy(x, model["table"], targets, vocab_first=True).total
+    with jax.set_mesh(mesh):
+        rows = ledger(loss, {"table": given(jnp.float32, (64, 16), "data")}, x, targets)
+    assert [(row.kind, row.parameter) for row in rows][:1] == [("all-gather", "table")]

@@ -153,3 +153,14 @@ def test_a_pipeline_settles_its_gradients_once_a_step(model):
     gradients = [r for r in rows if r.axis == "data" and r.what.startswith("layers") and r.direction == "backward"]
     assert gradients and {row.times for row in gradients} == {1}
     assert {row.kind for row in gradients} <= {"all-reduce", "reduce-scatter"}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_microbatches_settle_gradients_over_slices_of_their_positions_once_a_step(stages):
+    """Parts of a sequence have parts of a gradient as parts of a batch have: neither is summed in the loop."""
+    options = {"mesh.stage": str(stages), "mesh.context": "2", "mesh.data": str(4 // stages), "microbatches": "4"}
+    run = load_run("tiny", options | {"model.layers": "2", "layout.context": "ring", "batch_size": "16"})
+    rows = ledger_of(step_program(assemble(run, jax.devices())))
+    gradients = [row for row in rows if row.role == "gradients" and "context" in row.axes]
+    assert gradients and {row.times for row in gradients} == {1}
+    assert {row.kind for row in gradients} <= {"all-reduce", "reduce-scatter"}

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from trellis.named.pipeline.by_vmap import microbatches_of
 from trellis.proof import one_device
 from trellis.proof.one_device import on_one_device
 from trellis.proof.shrinking import shrunk
@@ -48,6 +49,13 @@ def test_routers_of_shrunk_runs_choose(recipe, experts, chosen):
     assert model.experts // routing.groups * routing.groups_per_token == experts
     assert model.experts_per_token == chosen
     assert routing.dispatch == ("bits" if recipe == "deepseek_v3" else None)
+
+
+def test_stages_divide_the_parts_of_a_shrunk_batch_if_they_have_several_groups():
+    mesh = {"mesh.stage": "2", "mesh.data": "1", "mesh.context": "2", "mesh.model": "2"}
+    run = load_run("llama_84m", {**mesh, "layout.pipeline_groups": "2"})
+    layout = make_layout(run.mesh, run.layout, jax.devices())
+    assert microbatches_of(layout, "stage", shrunk(run, layout).run.batch_size) % 2 == 0
 
 
 @pytest.mark.parametrize(

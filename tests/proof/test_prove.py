@@ -116,6 +116,10 @@ def test_pending_sums_are_compared_as_the_sums_they_are(four):
     twice = tr.prove(partial(gradients, factor=2.0), w, x, on="v5e:2x2", reference=lambda w, x: (alone(w, x), w))
     assert [output.devices for output in twice.outputs] == [(0, 1, 2, 3), ()]
     assert twice.outputs[0].error == pytest.approx(1.0)
+    with jax.set_mesh(four):
+        pending = jax.jit(lambda x: jnp.einsum("nk,nm->km", x, x, out_sharding=P(unreduced={"x"})))(x)
+    settled, whole = (lambda pending: jax.reshard(pending, P("x"))), jax.device_get(x)
+    assert tr.prove(settled, pending, on="v5e:2x2", reference=lambda _: jnp.asarray(whole.T @ whole)).proven
 
 
 def test_what_a_device_is_along_some_axes_is_known_before_a_compiler_partitions():
@@ -141,6 +145,23 @@ def test_what_may_be_rounding_is_decided_with_more_bits(four):
     assert proof.proven and proof.rounding > 1e-4 and proof.error < 1e-6
     assert "floats      of 64 bits: with 32, rounding makes deviations of up to" in str(proof)
     assert json.loads(json.dumps(as_json(proof)))["rounding"] == proof.rounding
+
+
+def test_rounding_of_which_nothing_else_is_left_proves_a_function_with_a_reference(four):
+    """A bias that all scores share has no gradient. A variance is a difference of means, divided by constants whose
+    texts have nine digits."""
+    x, q = (jax.random.normal(jax.random.key(i), (4096, 4)) for i in range(2))
+    x, q = (jax.device_put(a, NamedSharding(four, P("x"))) for a in (x + 1000, q))
+
+    @jax.jit
+    def both(b, q, x):
+        scores = lambda b: jnp.sum(jax.nn.softmax(q @ (jnp.eye(4) + b).T) ** 2)
+        return jax.grad(scores)(b), jnp.mean(x * x) - jnp.mean(x) ** 2
+
+    proof = tr.prove(both, jnp.ones((1, 4)), q, x, on="v5e:2x2", reference=both)
+    assert proof.proven and proof.rounding > 1e-3 and proof.error < 1e-6
+    wrong = jax.jit(lambda b, q, x: [1.001 * y for y in both(b, q, x)])
+    assert not tr.prove(both, jnp.ones((1, 4)), q, x, on="v5e:2x2", reference=wrong, explain=False).proven
 
 
 def test_a_value_that_a_function_returns_twice_is_not_taken_for_a_partial_sum(four):
@@ -267,6 +288,13 @@ def test_what_cannot_be_proven_says_why(four):
     assert error.value.seen == f"shape () for result, where `sin` returns {shape}"
     with pytest.raises(UserError, match="A function to prove must return arrays"):
         tr.prove(lambda w: (), given(four)[0], on="v5e:2x2")
+    with pytest.raises(tr.MeshError, match="only if it knows how the result is sliced, got one where it does not"):
+        tr.prove(partial(jnp.cumsum, axis=1), given(four)[1], on="v5e:2x2")
+    with pytest.raises(UserError, match="Only a function can be proven"):
+        tr.prove(3, given(four)[0], on="v5e:2x2")
+    for bound in (-1, 0.0, float("nan"), "1e-4"):
+        with pytest.raises(UserError, match="A bound must be a number above 0"):
+            tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", bound=bound)
     with pytest.raises(UserError, match="The seed must be 0 or more"):
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", seed=-1)
 
@@ -378,3 +406,25 @@ def test_a_jitted_function_with_shardings_is_proven(plain_mesh):
     x, w = (jax.random.normal(jax.random.key(n), (256, 256)) for n in range(2))
     proof = tr.prove(product, x, w, on="v5e:2x2", reference=lambda x, w: x @ w)
     assert proof.proven and proof.outputs[0].error > 0 and "all-reduce" in proof.compiled.text
+
+
+def test_a_function_of_which_only_explicit_axes_are_manual_is_proven():
+    """JAX says of these axes that nothing is sliced along them, which is no pending sum."""
+    kinds = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "model"), kinds, devices=jax.devices()[:4])
+    put = lambda shape, *axes: jax.device_put(
+        jax.random.normal(jax.random.key(0), shape), NamedSharding(mesh, P(*axes))
+    )
+    product = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"})
+    assert tr.prove(product, put((8, 128), "data"), put((128, 128)), on="v5e:2x2", explain=False).proven
+
+
+def test_a_reference_takes_keys_and_types_and_may_return_plain_numbers(four):
+    x = jax.device_put(jnp.ones((8, 128)), NamedSharding(four, P("x")))
+
+    def both(key, x, dtype, y, three=jnp.float32):
+        word = jax.random.key_data(jax.random.fold_in(key, 1))[0] % 7
+        return x.astype(dtype) + y + word.astype(dtype), three(3)
+
+    plain = lambda *given: both(*given, three=float)
+    assert tr.prove(both, jax.random.key(3), x, jnp.float32, 2 * x, on="v5e:2x2", reference=plain).proven

@@ -15,6 +15,7 @@ from tests.models.small import CONFIGS
 from trellis.data import FileSource, Tokenizer, find_files, open_store, tokenize
 from trellis.data.store.opening import convert
 from trellis.errors import UserError
+from trellis.files import check_utf8
 from trellis.optim import AdamW
 from trellis.recipes import tiny
 from trellis.run.config import Evaluation, Profile
@@ -49,6 +50,13 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     assert error.value.where == str(tmp_path / "run.yaml")
     assert error.value.fix == (f"use another --run-dir, or resume what is there: trellis train {tmp_path}")
     assert open_run(tmp_path) == tiny()
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    copy = (tmp_path / "run.yaml").rename(tmp_path / "checkpoints" / "step-00000001" / "run.yaml")
+    with pytest.raises(UserError, match="A run folder holds one run") as error:
+        claim(tmp_path, other)
+    assert error.value.where == str(copy) and f"copy this file to {tmp_path}/run.yaml and resume" in error.value.fix
+    claim(tmp_path, tiny())
+    assert open_run(tmp_path) == tiny(), "it is written again"
 
 
 def test_only_steps_that_are_not_yet_made_can_be_profiled(tmp_path):
@@ -194,6 +202,17 @@ def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path):
         with pytest.raises(UserError, match="The path of a run's folder must be valid UTF-8") as error:
             opened(folder)
         assert error.value.seen == repr(str(folder)) and error.value.fix == "rename it, or use another --run-dir"
+
+
+def test_a_folder_that_tensorstore_would_name_otherwise_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "iso8859-1")
+    check_path(tmp_path / "run")
+    with pytest.raises(UserError, match="must be ASCII, unless the locale is of UTF-8") as error:
+        check_path(tmp_path / "rün")
+    assert error.value.seen.endswith("rün' in iso8859-1") and "LC_ALL to C.UTF-8" in error.value.fix
+    with pytest.raises(UserError, match="A prompt must be valid UTF-8") as error:
+        check_utf8("\udcc3\udca9", "A prompt must be valid UTF-8.", "--prompt")
+    assert error.value.fix == "set the environment variable LC_ALL to C.UTF-8"
 
 
 def test_a_folder_with_a_backslash_is_refused(tmp_path):

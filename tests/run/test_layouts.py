@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from trellis.errors import UserError
-from trellis.named import is_named
+from trellis.inspect import ledger
+from trellis.named import dot, is_named, random, shard
 from trellis.recipes import tiny
 from trellis.run.layouts import PRESETS, LayoutChoice, MeshSizes, check_names, make_layout
 from trellis.run.on_mesh import check_on_mesh
@@ -102,6 +103,19 @@ def specs(preset: str, **sizes: int) -> dict[str, str]:
 def test_presets(preset, sizes, expected):
     found = specs(preset, **sizes)
     assert {name: found[name] for name in expected} == expected
+
+
+def test_sums_over_both_slices_of_positions_are_scattered_as_parameters_lie():
+    """In the order of the mesh: in another one, each gradient would be permuted after that."""
+    layout = make_layout(MeshSizes(data=2, context=2, context_y=2), LayoutChoice(preset="context"), jax.devices())
+    over = ("data", "context_y", "context")
+    assert layout.mesh.axis_names == over and layout.assign(WEIGHTS["table"], "params") == ((), over)
+    assert layout.assign(ACTIVATIONS["residual"])[1] == ("context", "context_y")
+    with layout:
+        table, x = (random.normal(jax.random.key(0), axes) for axes in ({"out": 8, "embed": 8}, {"pos": 8, "embed": 8}))
+        loss = lambda table, x: dot(x, table, over="embed").sum().array
+        moved = ledger(jax.grad(loss), shard(table), shard(x, "compute"))
+    assert "reduce-scatter" in moved.per_kind() and "permute" not in moved.per_kind()
 
 
 def test_own_entries_replace_the_presets():

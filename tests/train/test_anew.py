@@ -10,6 +10,7 @@ import pytest
 
 from tests.train.toy import mesh_of, run_of, toy
 from trellis.errors import UserError
+from trellis.run.folder import IMPORTED
 from trellis.train.loop import train
 from trellis.train.progress import Progress
 from trellis.train.timeline import last_saved
@@ -61,6 +62,14 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tmp_path, mesh):
     shutil.rmtree(tmp_path / "checkpoints")
     shutil.move(tmp_path / "elsewhere", tmp_path / "checkpoints")
     assert train(*toy(mesh, RUN), tmp_path, progress=Progress(8, stream=io.StringIO())).step == 8
+
+
+def test_an_import_that_was_cut_off_is_not_trained_from_chance(tmp_path, mesh):
+    (tmp_path / IMPORTED).write_text("{}")
+    with pytest.raises(UserError, match="An imported model must be whole before it is trained") as error:
+        train(*toy(mesh, RUN), tmp_path, progress=Progress(8, stream=io.StringIO()))
+    assert f"import it again: trellis import ... --to {tmp_path}" in error.value.fix
+    assert not read_lines(tmp_path / "metrics.jsonl")
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_starts_over(tmp_path, mesh):

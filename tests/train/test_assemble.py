@@ -12,8 +12,10 @@ from trellis.data import Batch, Batches, FileSource, count_bytes, find_files, to
 from trellis.errors import UserError
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.memory import memory_of
+from trellis.mesh import Layout, make_mesh
 from trellis.models import MixtralConfig
-from trellis.named import is_named
+from trellis.models.llama.llama import Llama
+from trellis.named import Axis, Stacked, is_named
 from trellis.named.saving import nothing, products, saved
 from trellis.nn import Precision
 from trellis.optim import learning_rate
@@ -21,7 +23,7 @@ from trellis.recipes import tiny
 from trellis.recipes.load import load_run
 from trellis.run.config import BatchSize, Remat
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
-from trellis.train.assemble import assemble, keep_of, vocab_multiple
+from trellis.train.assemble import assemble, keep_of, model_types, vocab_multiple
 from trellis.train.checks import check_marks
 from trellis.train.evaluation import Evaluator, ValidationSet
 from trellis.train.flops import flops_per_token, known_peak, matmul_parameters
@@ -306,3 +308,24 @@ def test_what_only_some_layouts_have_is_kept_by_name_on_none_that_has_it_not():
     check_marks(mixture, program)
     with pytest.raises(UserError, match="`remat.names` can list only names that the model marks"):
         check_marks(dense, program)
+
+
+def test_a_models_types_do_not_depend_on_the_layout_around():
+    """They are kept by the model's configuration alone."""
+    config = dataclasses.replace(tiny().model, vocab=33)
+    with Layout(make_mesh(data=3, devices=jax.devices()[:3]), params={"embed": "data"}):  # does not divide 64
+        model = model_types(config)
+    assert all(leaf.sharding is None for leaf in jax.tree.leaves(model))
+
+
+def test_a_model_has_what_the_trainer_looks_for(monkeypatch):
+    """Under another name the layers would be in no pipeline, and their vectors would be taken for matrices."""
+    config = dataclasses.replace(tiny().model, vocab=31)
+    monkeypatch.setattr(Llama, "unembedding", property(lambda self: self.embedding * 0.5))
+    with pytest.raises(UserError, match=r"(?s)must be one of its parameters.*f32\[vocab=31 embed=64\], which is comp"):
+        model_types(config)
+    stack = Stacked.init
+    renamed = lambda make, axis, **more: stack(make, Axis("blocks", axis.size), **more)
+    monkeypatch.setattr(Stacked, "init", staticmethod(renamed))
+    with pytest.raises(UserError, match=r"(?s)along an axis of the name `layers`.*2 of them along `blocks`"):
+        model_types(config)

@@ -131,6 +131,15 @@ def test_a_batch_of_another_size_is_one_more_compilation(tmp_path, mesh):
     assert len(outcome.programs) == 2
 
 
+def test_no_process_begins_a_step_that_another_compiles(tmp_path, mesh, monkeypatch):
+    done, compile = [], CompiledStep.compile
+    monkeypatch.setattr(CompiledStep, "compile", lambda *args: done.append("compiles") or compile(*args))
+    monkeypatch.setattr(CompiledStep, "__call__", lambda step, *args: done.append("step") or step.programs[-1](*args))
+    monkeypatch.setattr("trellis.train.loop.wait_for_others", done.append)
+    train(*toy(mesh, run_of(2)), tmp_path, progress=quiet())
+    assert done == ["compiles", "compiled step 1", "step", "step"]
+
+
 def test_the_loop_never_waits_for_the_device_in_order_to_log(tmp_path, mesh):
     """The first step ends only when the fourth batch is asked for: a loop that waited for its metrics would hang."""
     opened = threading.Event()

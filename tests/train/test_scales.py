@@ -7,15 +7,19 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import trellis as tr
 from tests.train.small import curve, trellis
 from trellis.data.batch import Batch
 from trellis.models import Llama, LlamaConfig
-from trellis.nn import Precision
+from trellis.models.protocol import Unmeasured
+from trellis.nn import Precision, TokenLoss
+from trellis.train import step as step_module
 from trellis.train.scales import largest_of, no_scales, rolled
-from trellis.train.step import StepOptions, loss_gradients_and_met
+from trellis.train.state import TrainState
+from trellis.train.step import StepOptions, loss_gradients_and_met, make_step
 
 PRECISION = Precision(compute="float32", products={"mlp": "int8", "attention": "fp8"}, amax_history=3)
 CONFIG = LlamaConfig(
@@ -117,6 +121,27 @@ def test_what_is_not_finite_is_not_kept():
     np.testing.assert_array_equal(largest_of(scales)["up"].array, [4.0, 1.0])
 
 
+def test_a_step_whose_scales_hide_what_is_not_finite_is_left_out(monkeypatch):
+    """int8 has no sign of a weight that is not a number, and what is known of earlier steps makes its scale."""
+    x = tr.ones({"batch": 2, "embed": 4})
+    weight = {"up": tr.ones({"embed": 4, "mlp": 2})}
+    weight["up"] = weight["up"].with_array(weight["up"].array.at[1, 1].set(jnp.nan))
+
+    def found(model, largest, *_):
+        out = lambda w, m: tr.dot(x, tr.Narrow(w["up"], "int8", largest=m["up"]), over="embed").sum().array
+        loss, (gradients, met) = jax.value_and_grad(out, (0, 1))(model, largest)
+        assert jnp.isfinite(loss) and all(jnp.isfinite(x).all() for x in jax.tree.leaves(gradients))
+        return TokenLoss(loss, loss, loss, loss, tokens=jnp.float32(1)), Unmeasured(), gradients, met
+
+    monkeypatch.setattr(step_module, "loss_gradients_and_met", found)
+    scales = {"up": tr.ones({"factor": 3, "history": 2})}
+    optimizer = optax.sgd(0.1)
+    state = TrainState(jnp.int32(0), weight, optimizer.init(weight), None, jax.random.key(0), scales)
+    new, metrics = make_step(optimizer, StepOptions(precision=PRECISION, skip_nonfinite=True))(state, batch())
+    assert jnp.isnan(metrics["grad_norm"])
+    np.testing.assert_array_equal(new.model["up"].array, weight["up"].array)
+
+
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.slow
 def test_a_run_is_resumed_to_the_bit_also_on_another_mesh(run_file, tmp_path, capsys):
@@ -127,10 +152,11 @@ def test_a_run_is_resumed_to_the_bit_also_on_another_mesh(run_file, tmp_path, ca
         assert code == 0, said
         return curve(folder)
 
-    whole = trained(tmp_path / "one", "single")
-    assert trained(tmp_path / "parts", "single", "--until", "3") == whole[:3]
+    fsdp = ("fsdp", "--devices", "4")
+    whole = trained(tmp_path / "whole", *fsdp)
+    assert trained(tmp_path / "parts", *fsdp, "--until", "3") == whole[:3]
     shutil.copytree(tmp_path / "parts", tmp_path / "many")
-    assert trained(tmp_path / "parts", "single") == whole
+    assert trained(tmp_path / "parts", *fsdp) == whole
     many = trained(tmp_path / "many", "fsdp_tensor", "--devices", "8", "--mesh.model", "2")
     assert many[3] == pytest.approx(whole[3], rel=1e-5)  # from the same history, on another mesh
     lines = json.loads((tmp_path / "many/checkpoints/step-00000006/manifest.json").read_text())["entries"]

@@ -18,6 +18,7 @@ from trellis.data.store.identity import check_identities, identity
 from trellis.errors import UserError
 from trellis.optim import AdamW
 from trellis.recipes import tiny
+from trellis.run.config import Distributed
 from trellis.run.folder import alone
 from trellis.train.distributed import initialize
 from trellis.train.together import alone_together, check_alike, check_devices, check_folder, check_text
@@ -26,6 +27,7 @@ from trellis.train.together import alone_together, check_alike, check_devices, c
 def checks(process: int, folder: Path) -> list:
     """What one process is told: first where both agree, then where they do not."""
     other = dataclasses.replace(tiny(), optimizer=AdamW(learning_rate=0.5)) if process else tiny()
+    many = Distributed(coordinator="host:1", processes=2 + process, process=process)
     own = [{"": {"first": "a", "tokens": 5}}, {"": {"first": "b", "tokens": 5}}]
     calls = [
         lambda: check_folder(folder),
@@ -34,6 +36,7 @@ def checks(process: int, folder: Path) -> list:
         lambda: check_folder(folder / str(process), wait=0.2),
         lambda: check_alike(other),
         lambda: check_alike(tiny(), until=5 if process else None),
+        lambda: check_alike(dataclasses.replace(tiny(), distributed=many)),
         lambda: check_text(own[process]),
         lambda: alone_together(folder / "held").__enter__(),
     ]
@@ -73,6 +76,11 @@ def test_all_processes_are_told_what_differs(tmp_path):
         [
             "All processes of a run must be started with the same options.",
             "until: null in process 0, 5 in process 1",
+            "process 1",
+        ],
+        [
+            "All processes of a run must be started with the same options.",
+            "distributed.processes: 2 in process 0, 3 in process 1",
             "process 1",
         ],
         [
@@ -148,6 +156,19 @@ def test_a_run_goes_on_with_the_text_that_it_began_with(tmp_path):
         with pytest.raises(UserError, match="A resumed run must read the same tokens as before") as error:
             check_identities(before, {"": identity(store_of(other, tmp_path))}, {"": "store"})
         assert (error.value.seen, error.value.where) == (seen, "store")
+
+
+def test_a_run_goes_on_with_what_counted_in_its_loss(tmp_path):
+    talk = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
+
+    def store_with(weight: int):
+        (tmp_path / "in.jsonl").write_text(json.dumps({"messages": [talk[0], talk[1] | {"weight": weight}]}))
+        return tokenize(tmp_path / "in.jsonl", tmp_path / "chat", use_bytes=True, chat=True, workers=0, restart=True)
+
+    before = {"": identity(store_with(1))}
+    check_identities(before, {"": identity(store_with(1))}, {"": "chat"})
+    with pytest.raises(UserError, match="the same tokens, of which others count in the loss"):
+        check_identities(before, {"": identity(store_with(0))}, {"": "chat"})
 
 
 def main() -> int:

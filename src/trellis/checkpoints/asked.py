@@ -3,12 +3,15 @@
 import json
 import operator
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 from jax.sharding import AbstractMesh
 
+from trellis._compat import is_tracer
 from trellis.checkpoints.entries import Entry, shown
-from trellis.errors import UserError
+from trellis.checkpoints.manifest import read_manifest
+from trellis.errors import UserError, shortened
 
 
 def number_of(step: int) -> int:
@@ -31,12 +34,60 @@ def number_of(step: int) -> int:
     return number
 
 
+def check_newest(step: int, newest: int | None, folder: Path) -> None:
+    """Refuses a checkpoint that is older than the newest: the rule would remove it, and a restore pass it over.
+
+    Raises:
+        UserError: names both steps.
+    """
+    if newest is not None and step < newest:
+        raise UserError(
+            "A folder's checkpoints must be saved in the order of their steps.",
+            seen=f"step {step} after step {newest}",
+            where=str(folder),
+            fix="use another folder for another run, or one that branches off; or remove the later checkpoints",
+        )
+
+
+def stored_name(folder: Path, finished: bool, name: str, layer: int | None) -> str:
+    """The name on disk of an entry of a checkpoint.
+
+    Raises:
+        UserError: the checkpoint has no such entry or layer, or is not finished.
+    """
+    rule = "What is read of a checkpoint must be in it."
+    if not finished:
+        seen, fix = "no finished checkpoint of this step", "use one of `steps()`"
+        raise UserError(rule, seen=seen, where=str(folder), fix=fix)
+    saved = read_manifest(folder)["entries"]
+    found = [stored for stored in saved if shown(stored) == shown(name)]
+    if not found:
+        seen, fix = f"no `{shown(name)}`", f"use one of: {', '.join(map(shown, saved))}"
+        raise UserError(rule, seen=seen, where=str(folder), fix=shortened(fix, 400))
+    shape = saved[found[0]]["shape"]
+    if layer is not None and not (shape and 0 <= layer < shape[0]):
+        seen = f"layer {layer} of `{shown(name)}` of shape {tuple(shape)}"
+        fix = f"use 0 to {shape[0] - 1}" if shape else "leave it out"
+        raise UserError(rule, seen=seen, where=str(folder), fix=fix)
+    return found[0]
+
+
 def check_content(found: Mapping[str, Entry], data: Mapping | None) -> None:
     """Refuses what neither Orbax nor the manifest can write.
 
     Raises:
-        UserError: there are no leaves, or a leaf without elements, or data that JSON does not take.
+        UserError: there are no leaves, or a leaf without elements, that was donated or that is being traced, or data
+            that JSON does not take.
     """
+    for name, entry in found.items():
+        traced = is_tracer(entry.leaf)
+        if traced or (isinstance(entry.leaf, jax.Array) and entry.leaf.is_deleted()):
+            raise UserError(
+                "A checkpoint can store only arrays that hold their values.",
+                seen="an array which " + ("is being traced" if traced else "was donated"),
+                where=shown(name),
+                fix="save outside of jax.jit" if traced else "save the state that the step returned",
+            )
     empty = [name for name, entry in found.items() if 0 in entry.shape]
     if empty or not found:
         raise UserError(
@@ -60,8 +111,11 @@ def check_places(wanted: Mapping[str, Entry]) -> None:
     """Refuses a target whose arrays have no concrete sharding, such as `jax.eval_shape` makes on a mesh.
 
     Raises:
-        UserError: names the first such entry.
+        UserError: names the first such entry, or one that its slices do not divide; or there is none.
     """
+    if not wanted:
+        rule, fix = "The target of a restore must have leaves.", "pass the state to fill"
+        raise UserError(rule, seen="a target without leaves", where="restore(...)", fix=fix)
     on_mesh = not jax.sharding.get_abstract_mesh().empty
     for name, entry in wanted.items():
         sharding = getattr(entry.leaf, "sharding", None)
@@ -73,3 +127,13 @@ def check_places(wanted: Mapping[str, Entry]) -> None:
                 where=shown(name),
                 fix="pass trellis.abstract(target), under the layout",
             )
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            try:
+                sharding.shard_shape(entry.shape)
+            except ValueError:
+                raise UserError(
+                    "Slices of a target must be of one size.",
+                    seen=f"{entry.shape} over {sharding.spec} of a mesh of {dict(sharding.mesh.shape)}",
+                    where=shown(name),
+                    fix="use another mesh, or leave this axis whole",
+                ) from None

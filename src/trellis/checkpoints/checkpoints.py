@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from trellis.checkpoints.asked import check_content, check_places, number_of
+from trellis.checkpoints.asked import check_content, check_newest, check_places, number_of, stored_name
 from trellis.checkpoints.entries import entries, rebuild
+from trellis.checkpoints.held import held_by_another, hold, let_go
 from trellis.checkpoints.manifest import (
     MANIFEST,
     NAME,
@@ -124,6 +125,13 @@ class Checkpoints:
                 where="checkpoints.keep_latest",
                 fix="use 1 or more",
             )
+        if keep_every is not None and keep_every < 1:
+            raise UserError(
+                "Checkpoints of multiples of a step are kept from step 1 on.",
+                seen=f"keep_every={keep_every}",
+                where="checkpoints.keep_every",
+                fix="use 1 or more, or None to keep no others",
+            )
         check_path(Path(folder))
         self.folder = Path(folder).absolute()
         self._keep_latest, self._keep_every = keep_latest, keep_every
@@ -132,6 +140,7 @@ class Checkpoints:
         self._writer: Any = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._held: int | None = None
         tell_once()
         if jax.process_index() == 0 and not read_only:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -170,7 +179,8 @@ class Checkpoints:
             False if a checkpoint of this step already exists, and nothing was written.
 
         Raises:
-            UserError: something cannot be stored, such as an array without elements, or data that JSON does not take.
+            UserError: something cannot be stored, such as an array without elements, or data that JSON does not take;
+                a checkpoint of a later step is there; or another `Checkpoints` is writing into the folder.
         """
         self.wait()
         step, found = number_of(step), entries(state)
@@ -178,15 +188,20 @@ class Checkpoints:
         folder = self.path(step)
         if (folder / MANIFEST).exists():
             return False
+        check_newest(step, self.latest(), self.folder)
         if jax.process_index() == 0:
             _try_to_write(self.folder)
+            self._held = hold(self.folder)
+            if self._held is None:
+                raise held_by_another(self.folder)
         ocp = _orbax()
         # Layers are stored one by one, so that a reader of one layer reads only that.
         chunks = {name: ocp.SaveArgs(shard_axes=(0,) if entry.is_stacked else ()) for name, entry in found.items()}
         args = ocp.args.PyTreeSave({name: entry.leaf for name, entry in found.items()}, save_args=chunks)
         try:
             self._checkpointer().save(folder / "state", args=args)
-        except Exception as error:
+        except BaseException as error:
+            self._let_go()
             raise explained(error, folder) from error
         content = {"step": step, "data": dict(data or {}), "entries": {n: e.describe() for n, e in found.items()}}
         # Not a daemon: a process that ends normally finishes its checkpoint.
@@ -292,14 +307,28 @@ class Checkpoints:
             step: the checkpoint's step.
             name: the entry's name, as in model.blocks.mlp.up.
             layer: a position along its first dimension; None for all of it.
+
+        Raises:
+            UserError: the checkpoint is not there or not finished, or has no such entry or layer.
         """
+        self.wait()
+        with self._kept(self.path(step)):
+            path = name.replace(".", "/")
+            try:
+                return self._stored(step, path, layer)
+            except (ValueError, IndexError):
+                found = stored_name(self.path(step), step in self.steps(), name, layer)
+                if found == path:
+                    raise
+                return self._stored(step, found, layer)  # the key of a dict has a dot
+
+    def _stored(self, step: int, path: str, layer: int | None) -> np.ndarray:
         import tensorstore
 
         state = {"driver": "file", "path": f"{self.path(step)}/state/"}  # a URL would have some characters escaped
-        base = {"driver": "ocdbt", "base": state, "path": f"{name.replace('.', '/')}/"}
-        with self._kept(self.path(step)):
-            stored = tensorstore.open({"driver": "zarr", "kvstore": base}, read=True).result()
-            return (stored if layer is None else stored[layer]).read().result()
+        base = {"driver": "ocdbt", "base": state, "path": f"{path}/"}
+        stored = tensorstore.open({"driver": "zarr", "kvstore": base}, read=True).result()
+        return (stored if layer is None else stored[layer]).read().result()
 
     def _is_removed(self, folder: Path) -> bool:
         """Whether a checkpoint was there, and a run that is training has removed it since: its manifest goes first."""
@@ -352,6 +381,12 @@ class Checkpoints:
             self._failure = explained(error, folder)
             if isinstance(self._failure, NoRoom) and jax.process_index() == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint takes room and is of no use
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, None
+        let_go(held)
 
     def _apply_rule(self) -> None:
         for step in self.steps()[: -self._keep_latest]:
@@ -361,10 +396,12 @@ class Checkpoints:
                 shutil.rmtree(self.path(step))
 
     def _remove_unfinished(self) -> None:
-        for path in self.folder.iterdir():
+        held = hold(self.folder)
+        for path in self.folder.iterdir() if held is not None else ():  # else one of them is being written
             if NAME.fullmatch(path.name) and not (path / MANIFEST).exists():
                 self._report(f"checkpoint {path.name} was cut off before it was finished, and is removed")
                 shutil.rmtree(path)
+        let_go(held)
 
     def _set_aside(self, folder: Path, damage: str) -> None:
         aside = folder.with_name(f"damaged-{folder.name}")

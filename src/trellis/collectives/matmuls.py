@@ -45,6 +45,8 @@ def gather_matmul(text: str, x, *weights, ring: Ring):
         NotationError: along other mesh axes than the ring's it is no product that each device can do on its own.
     """
     call = _Call("gather_matmul", text, ring, (x, *weights))
+    if not weights:
+        call.refuse("a product in a ring needs a weight", "none", "pass one or several after the gathered operand")
     name = call.sliced(call.x, "the ring's axis must slice a name of the first operand")
     if ring.axis in _axes_of(call.result, name) or (name in call.weight.names) == (name in call.result.names):
         call.refuse(f"'{name}' must be whole in either the second operand or the result", f"'{call.result}'", _GATHER)
@@ -347,7 +349,7 @@ def _matmul_reduce(spec: _Spec, x, weight):
     for part in [x] if ring.chunks == 1 else jnp.split(x, ring.chunks, spec.x.index(rows)):
         pairs = [(spec.x, part, spec.weight, weight)]
         mine = scatter_products(one, moved, spec.result, pairs, jnp.result_type(x, weight))
-        whole = moved.text.replace(f"{moved.name}/{ring.axis}", moved.name)
+        whole = " ".join(dim.removesuffix(f"/{ring.axis}") for dim in moved.text.split())
         with jax.named_scope(f"ring[{moved.text} -> {whole}]"):
             chunks.append(
                 lax.all_gather(mine, ring.axis, axis=spec.result.index(moved.name), tiled=True, to="invarying")

@@ -20,7 +20,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.pages.compare import page, text
     from trellis.pages.read import read_folder
 
-    runs = [read_folder(Path(folder)) for folder in args.folders]
+    runs = [read_folder(Path(folder), begun=False) for folder in args.folders]
     begun = [run for run in runs if run.lines]
     if len(begun) > 1:
         for run in runs:

@@ -2,7 +2,7 @@
 
 import argparse
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from trellis.commands.command import Command
@@ -53,7 +53,7 @@ def words() -> dict[str, Words]:
         parser = argparse.ArgumentParser(add_help=False)
         command.arguments(parser)
         mine = Words(summary=command.summary, options={"--help": ()})
-        for action in parser._actions:  # argparse has no public way to list declared options
+        for action in _declared(parser):
             said = tuple(map(str, action.choices or ()))
             mine.options |= dict.fromkeys(action.option_strings, said)
             mine.first += said if not action.option_strings else ()
@@ -65,14 +65,27 @@ def words() -> dict[str, Words]:
     return found
 
 
+def _declared(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """What a parser declares, and what those of its actions do."""
+    for action in parser._actions:  # argparse has no public way to list declared options
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                yield from _declared(one)
+
+
 def _bash(found: Mapping[str, Words], *, zsh: bool) -> str:
-    values = {option: said for mine in found.values() for option, said in mine.options.items() if said}
+    values: dict[str, tuple[str, ...]] = {}  # by the pattern of a command and an option
+    for option in dict.fromkeys(option for mine in found.values() for option in mine.options):
+        said = {name: mine.options[option] for name, mine in found.items() if option in mine.options}
+        alike = len(set(said.values())) == 1
+        values |= {f"{'*' if alike else name}' {option}'": words for name, words in said.items() if words}
     lines = ["autoload -U +X compinit && compinit", "autoload -U +X bashcompinit && bashcompinit"] if zsh else []
     lines += [
         "_trellis() {",
         '    local cur="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""',
-        '    case "$before" in',
-        *(f"        {option}) words={shlex.quote(' '.join(said))} ;;" for option, said in values.items()),
+        '    case "${COMP_WORDS[1]} $before" in',
+        *(f"        {pattern}) words={shlex.quote(' '.join(said))} ;;" for pattern, said in values.items()),
         "    esac",
         '    if [ -z "$words" ] && [ "$COMP_CWORD" -eq 1 ]; then',
         f"        words={shlex.quote(' '.join(found))}",

@@ -34,11 +34,17 @@ def execute(args: argparse.Namespace) -> int:
     import jax
 
     from trellis.hardware.platform import choose_platform
-    from trellis.hub import copy_tokenizer, read_json, write_folder, write_tokenizer
+    from trellis.hub import copy_tokenizer, write_folder, write_tokenizer
     from trellis.models import FAMILIES
-    from trellis.run.folder import IMPORTED
     from trellis.train.assemble import assemble
-    from trellis.train.restoring import checkpoint_reader, for_use, generation_config, open_checkpoint, tokenizer_of
+    from trellis.train.restoring import (
+        checkpoint_reader,
+        for_use,
+        generation_config,
+        imported_config,
+        open_checkpoint,
+        tokenizer_of,
+    )
 
     folder, to = Path(args.folder), Path(args.to)
     run, at = open_checkpoint(folder, args.step)
@@ -50,19 +56,21 @@ def execute(args: argparse.Namespace) -> int:
     if tokenizer is None:
         print("no tokenizer: the run's data has none")
     step, read = checkpoint_reader(folder, run, assembled.abstract, step=at)
-    theirs, end = generation_config(run), None if tokenizer is None else tokenizer.end_of_document
+    theirs, end = generation_config(folder, run), None if tokenizer is None else tokenizer.end_of_document
     more = {name: theirs.get(name, end) for name in ("bos_token_id", "eos_token_id")}  # at which a text begins and ends
     family, model = FAMILIES[run.model.family], assembled.abstract.model
-    if (folder / IMPORTED).is_file():
-        more |= family.dropped_in(dict.fromkeys(family.dropped, 0.0) | read_json(folder / IMPORTED))
+    if imported := imported_config(folder):
+        more |= family.dropped_in(dict.fromkeys(family.dropped, 0.0) | imported)
+        if (padding := imported.get("pad_token_id")) is not None:
+            more["pad_token_id"] = padding
     files = write_folder(to, family, run.model, model, read, dtype=args.dtype, positions=positions, more=more)
     if chosen is not None and Path(chosen).is_dir():
         files += copy_tokenizer(Path(chosen), to)
     elif tokenizer is not None:
         files += write_tokenizer(tokenizer.json, tokenizer.end_of_document_text, to, positions=positions)
-        if tokenizer.around:
-            names = " and ".join(tokenizer.around)
-            print(f"trained without the {names} that `transformers` puts around a text: use add_special_tokens=False")
+    if tokenizer is not None and tokenizer.around and (step or not imported):
+        names = " and ".join(tokenizer.around)
+        print(f"trained without the {names} that `transformers` puts around a text: use add_special_tokens=False")
     print(f"step {step} of {folder}")
     for file in files:
         print(f"  {file.stat().st_size:>14,}  {file}")

@@ -94,7 +94,7 @@ def execute(args: argparse.Namespace) -> int:
     check_tokens(asked, run.model.vocab, "--prompt")
     state, _ = restore_model(assembled, folder, step=step)
     how = {"new_tokens": args.tokens, "sampling": sampling, "seed": args.seed, "count": args.samples}
-    theirs = generation_config(run).get("eos_token_id")
+    theirs = generation_config(folder, run).get("eos_token_id")
     how["ends"] = [end for end in (theirs if isinstance(theirs, list) else [theirs]) if type(end) is int]
     with assembled.layout:
         texts = sample(model_in_use(assembled, state), tokenizer, args.prompt, **how)

@@ -26,7 +26,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.hub import Folder, copy_tokenizer
     from trellis.models import FAMILIES
     from trellis.run.data import EmbeddedSource
-    from trellis.run.folder import IMPORTED, claim, new_folder
+    from trellis.run.folder import IMPORTED, TOKENIZER, alone, claim, new_folder
     from trellis.train.assemble import assemble
     from trellis.train.devices import find_devices
 
@@ -36,24 +36,24 @@ def execute(args: argparse.Namespace) -> int:
     name = args.run.name if "name" in args.given else source.path.resolve().name
     run = dataclasses.replace(args.run, name=name, model=source.config)
     folder = Path(args.to) if args.to else new_folder(run)
-    theirs = folder / "tokenizer"
+    theirs = folder / TOKENIZER
     unknown = run.data.tokenizer is None and isinstance(run.data.source, EmbeddedSource)
     if whole or unknown:  # the recipe's text has another tokenizer: a model without one of its own has none
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=str(theirs.resolve())))
     devices = find_devices(run)
-    if (folder / "run.yaml").exists():
-        fix = "use another --to, or remove what is there"
-        raise UserError(
-            "The folder of an import cannot already contain a run.", seen="a run", where=str(folder), fix=fix
-        )
+    _check_free(folder)
     assembled = assemble(run, devices)
     state = _first_state(assembled, source)
-    claim(folder, run)
-    copy_tokenizer(source.path, theirs)
-    shutil.copy(source.path / "config.json", folder / IMPORTED)
-    largest = max(leaf.nbytes for leaf in jax.tree.leaves(state.model))
-    with Checkpoints(folder / "checkpoints", copy=(folder / "run.yaml",), host_bytes=largest) as saved:
-        saved.save(0, state, data={"tokens": 0})
+    with alone(folder):
+        _check_free(folder)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of an import that was cut off
+        (folder / "run.yaml").unlink(missing_ok=True)
+        shutil.copy(source.path / "config.json", folder / IMPORTED)  # first: an import that is cut off is no new run
+        copy_tokenizer(source.path, theirs)
+        claim(folder, run)
+        largest = max(leaf.nbytes for leaf in jax.tree.leaves(state.model))
+        with Checkpoints(folder / "checkpoints", copy=(folder / "run.yaml",), host_bytes=largest) as saved:
+            saved.save(0, state, data={"tokens": 0})
     count = sum(leaf.size for leaf in jax.tree.leaves(state.model))
     print(f"{source.hub['model_type']} of {count:,} parameters\nfolder   {folder}")
     if dropped := source.family.dropped_in(source.hub):
@@ -64,13 +64,30 @@ def execute(args: argparse.Namespace) -> int:
     if unknown and not whole:
         print(f"no tokenizer: there is no tokenizer.json; put the model's own in {theirs}")
     with contextlib.suppress(UserError):  # it may have no end of a document; only texts need one
-        if whole and (size := load_tokenizer(str(theirs)).vocab_size) > run.model.vocab:
+        tokenizer = load_tokenizer(str(theirs)) if whole else None
+        if tokenizer is not None and (size := tokenizer.vocab_size) > run.model.vocab:
             print(f"the tokenizer has {size:,} token ids, and the model {run.model.vocab:,}: text with more is refused")
+        if tokenizer is not None and tokenizer.around:
+            names = " and ".join(tokenizer.around)
+            print(f"texts here are without the {names} that `transformers` puts around them: write it in a prompt")
     ids = getattr(run.data.source, "vocab", 0)
     if ids > run.model.vocab:
         print(f"no text: that of the recipe has {ids:,} token ids, and the model {run.model.vocab:,}")
         print("to train or evaluate it, import with --data.source store --data.source.path STORE")
     return 0
+
+
+def _check_free(folder: Path) -> None:
+    """Refuses a folder that holds a run, but for an import that was cut off."""
+    from trellis.run.folder import has_begun
+    from trellis.train.anew import is_cut_off_import
+
+    cut_off = is_cut_off_import(folder) and not (folder / "metrics.jsonl").exists()
+    if ((folder / "run.yaml").exists() or has_begun(folder)) and not cut_off:
+        fix = "use another --to, or remove what is there"
+        raise UserError(
+            "The folder of an import cannot already contain a run.", seen="a run", where=str(folder), fix=fix
+        )
 
 
 def _check_options(args: argparse.Namespace, whole: bool) -> None:

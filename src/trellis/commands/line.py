@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     gc.set_threshold(20_000, 20, 20)  # tracing makes millions of objects, which Python would scan too often
     try:
-        code = _main(sys.argv[1:])
+        code = _written(_main(sys.argv[1:]))
     except KeyboardInterrupt:
         end_now(_INTERRUPTED)
     end_at_once_on_interrupt(code)
@@ -65,35 +65,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("--help", "-h", "help"):
-        print(_overview())
-        return 0
-    if arguments[0] == "--version":
-        from trellis import __version__
-
-        print(__version__)
-        return 0
     try:
+        if not arguments or arguments[0] in ("--help", "-h", "help"):
+            print(_overview())
+            return 0
+        if arguments[0] == "--version":
+            from trellis import __version__
+
+            print(__version__)
+            return 0
         return _run(arguments[0], arguments[1:])
     except SystemExit as stop:  # argparse, after a help text
         return int(stop.code or 0)
     except TrellisError as error:
         print(f"trellis: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:  # no room, no permission, no such name: the user can fix it, unless it names no file
-        if error.filename is None and error.errno != errno.ENOSPC:
-            raise
-        told = UserError(
-            "A command must be able to read its input files and write its output files.",
-            seen=error.strerror,
-            where="standard output" if error.filename is None else f"{error.filename!s:.200}",
-            fix="use another path, or free space or change permissions there",
-        )
-        print(f"trellis: {told}", file=sys.stderr)
-        return told.exit_code
+    except OSError as error:
+        return _explained(error, 0)
     except (RuntimeError, MemoryError) as error:  # XLA's (only commands that compute load it), or Python's
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -105,6 +93,40 @@ def _main(arguments: list[str]) -> int:
         )
         print(f"trellis: {told}", file=sys.stderr)
         return told.exit_code
+
+
+def _written(code: int) -> int:
+    """Writes what Python still holds of a command's output, where a failure can be told; returns the exit code."""
+    try:
+        if sys.stdout is not None:  # as after `>&-`
+            sys.stdout.flush()
+    except OSError as error:
+        return _explained(error, code)
+    return code
+
+
+def _explained(error: OSError, code: int) -> int:
+    """Tells of what the user can fix: no room, no permission, no such name. An error that names no file is raised."""
+    if isinstance(error, BrokenPipeError):  # the reader of our output, such as `head`, has seen enough
+        _drop_output()
+        return code
+    if error.filename is None and error.errno != errno.ENOSPC:
+        raise error
+    told = UserError(
+        "A command must be able to read its input files and write its output files.",
+        seen=error.strerror,
+        where="standard output" if error.filename is None else f"{error.filename!s:.200}",
+        fix="use another path, or free space or change permissions there",
+    )
+    print(f"trellis: {told}", file=sys.stderr)
+    if error.filename is None:
+        _drop_output()
+    return told.exit_code
+
+
+def _drop_output() -> None:
+    """Output goes nowhere from here on; what is held of it would otherwise fail once more at Python's exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _overview() -> str:

@@ -110,7 +110,8 @@ def execute(args: argparse.Namespace) -> int:
         start, run = run.phases()[-1].start, run.phases()[-1].run
         print(f"the run cannot be planned as it is: {error}\n", file=sys.stderr)
     if plan is not None:
-        advised = advice(plan, lambda options: planned(applied(options)))
+        larger = f"--batch_size {2 * asked.batch_size}" if isinstance(asked.batch_size, int) else ""
+        advised = advice(plan, lambda options: planned(applied(options)), larger)
         out["plan"] = as_json(plan, advised)
         ways = [] if plan.fits else ways_to_fit(asked, planned, most=2, plan=plan, applied=applied)
         out["ways_to_fit"] = [dataclasses.asdict(way) for way in ways]

@@ -1,7 +1,9 @@
 """`trellis train`."""
 
 import argparse
+import contextlib
 import dataclasses
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from trellis.inspect import Ledger
     from trellis.run.config import Run
     from trellis.train.assemble import Assembled
+    from trellis.train.corpus import Corpus
 
 # The tokens of the sample at the end of a run.
 _SAMPLE_TOKENS = 200
@@ -34,7 +37,14 @@ def execute(args: argparse.Namespace) -> int:
     """`trellis train`."""
     from trellis.checkpoints.checkpoints import told_of_last_good
     from trellis.checkpoints.manifest import finished_steps
-    from trellis.run.folder import check_path, claim, has_begun, new_folder, unchanged_if_refused
+    from trellis.run.folder import (
+        check_path,
+        claim,
+        has_begun,
+        new_folder,
+        unchanged_if_refused,
+        with_own_tokenizer,
+    )
     from trellis.run.unheeded import check_given
     from trellis.train.choices import as_it_began, choose
     from trellis.train.compilation import use_persistent_cache
@@ -53,7 +63,8 @@ def execute(args: argparse.Namespace) -> int:
     initialize(coordinator=several.coordinator, processes=several.processes, process=several.process)
     resumed = Path(args.recipe) if (Path(args.recipe) / "run.yaml").is_file() else None
     if args.run_dir or resumed:
-        run = as_it_began(run, Path(args.run_dir or resumed))
+        there = Path(args.run_dir or resumed)
+        run = as_it_began(run if "data.tokenizer" in args.given else with_own_tokenizer(run, there), there)
     devices = find_devices(run)  # the first look at the devices, which fixes how many a CPU has
     if args.run_dir is None and resumed is None and jax.process_count() > 1:
         raise UserError(
@@ -70,6 +81,7 @@ def execute(args: argparse.Namespace) -> int:
             fix="mount the bucket (gcsfuse, s3fs) and use its folder; only token stores can be URLs",
         )
     check_path(folder := Path(args.run_dir) if args.run_dir else resumed or new_folder(run))
+    _check_home(args.recipe, folder)
     if args.until is not None and args.until < 0:
         fix = "use --until 0 for the first checkpoint only"
         raise UserError("`--until` must be 0 or more.", seen=args.until, where="--until", fix=fix)
@@ -102,10 +114,24 @@ def execute(args: argparse.Namespace) -> int:
                     _report(folder)
         if is_first() and (code or args.until is not None) and done() < run.steps:
             word = "stopped" if code else "paused"  # by a signal, or by request
-            print(f"{word:<8} after step {done()}; `{called()} train {typed(folder)}` resumes it")
+            _say(f"{word:<8} after step {done()}; `{called()} train {typed(folder)}` resumes it")
         elif code == 0 and is_first():
-            print(_NEXT.format(trellis=called(), folder=typed(folder)))
+            _say(_NEXT.format(trellis=called(), folder=typed(folder)))
         return code
+
+
+def _check_home(recipe: str, folder: Path) -> None:
+    """Refuses a new folder for the run of an imported model: its file says nothing of the weights."""
+    from trellis.run.folder import IMPORTED, has_begun
+
+    home = Path(recipe).parent if Path(recipe).name == "run.yaml" else Path(recipe)
+    if (home / IMPORTED).is_file() and home.resolve() != folder.resolve() and not has_begun(folder):
+        raise UserError(
+            "The run of an imported model needs a folder with its weights.",
+            seen=f"no checkpoint in {folder}",
+            where="--run-dir",
+            fix=f"copy the run first, cp -r {typed(home)} {typed(folder)}, or import the model once more",
+        )
 
 
 def _changed(folder: Path, run: "Run", done: int) -> list[str]:
@@ -146,10 +172,20 @@ _NEXT = """next     {trellis} generate {folder} --prompt "def "    more text, fr
          {trellis} tokenize texts/*.txt --out stores/mine --train-bpe 4096    your own text, to train on"""
 
 _WITHOUT_VALIDATION = """text     all of it is trained on, so there is no validation loss
-         To measure one, tokenize a held-out part on its own, and name that store in the run's data, as validation:
-         trellis tokenize HELD_OUT --out stores/validation --tokenizer STORE"""
+         To measure one, tokenize a held-out part on its own, and add {option} stores/validation to a new run:
+         trellis tokenize HELD_OUT --out stores/validation --tokenizer {tokenizer}"""
 
 _WITHOUT_TOKENIZER = "samples  none: the token store has no tokenizer; set one with --data.tokenizer tokenizer.json"
+
+
+def _without_validation(run: "Run", corpus: "Corpus") -> str:
+    """How a run gets the validation text that it has not."""
+    source, option = run.data.source, "--data.source"
+    if source.kind == "mixture":
+        source, option = source.parts[0], f"{option}.parts.0"
+    has_tokenizer = next(iter(corpus.stores.values())).tokenizer_sha256 is not None
+    tokenizer = shlex.quote(source.path if has_tokenizer else run.data.tokenizer or "TOKENIZER")
+    return _WITHOUT_VALIDATION.format(option=f"{option}.validation", tokenizer=tokenizer)
 
 
 def _report(folder: Path) -> None:
@@ -159,9 +195,17 @@ def _report(folder: Path) -> None:
 
     if has_begun(folder) and (folder / "metrics.jsonl").exists():
         try:
-            print(f"report   {write_report(folder)}")
+            path = write_report(folder)
         except OSError as error:
             print(f"report   not written: {error.strerror}", file=sys.stderr)
+        else:
+            _say(f"report   {path}")
+
+
+def _say(text: str) -> None:
+    """Prints what follows a run. If its reader is gone, as after `| head`, the run ended as it did all the same."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text)
 
 
 def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | None = None) -> int:
@@ -214,7 +258,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         write_sections(folder, found)
         print(f"{describe(found)}\nfolder   {folder}", flush=True)
         if not corpus.validation:
-            print(_WITHOUT_VALIDATION, flush=True)
+            print(_without_validation(run, corpus), flush=True)
         if corpus.tokenizer is None:
             print(_WITHOUT_TOKENIZER, flush=True)
 

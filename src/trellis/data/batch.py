@@ -5,7 +5,11 @@ import dataclasses
 import jax
 import numpy as np
 
+from trellis.mesh.layout import POSITIONS, current_layout
 from trellis.named import NamedArray, is_named, named
+from trellis.named.dealing import deal
+from trellis.named.operand import slices_dealt
+from trellis.notation.state import state_of
 
 Rows = np.ndarray | jax.Array | NamedArray
 
@@ -38,9 +42,21 @@ class Batch:
         return tuple(shape.values()) if isinstance(shape, dict) else shape
 
     def named(self) -> "Batch":
-        """The same, with the names of their axes on arrays that have none."""
-        return jax.tree.map(lambda x: x if is_named(x) else named(x, "batch pos"), self, is_leaf=is_named)
+        """The same, with the names of their axes on arrays that have none.
+
+        Positions of those are in natural order, and are dealt out if the layout in force deals them out.
+        """
+        return jax.tree.map(lambda x: x if is_named(x) else _named(x), self, is_leaf=is_named)
 
     def without_documents(self) -> "Batch":
         """The same tokens, each row as one text."""
         return dataclasses.replace(self, segment_ids=None, positions=None)
+
+
+def _named(x: np.ndarray | jax.Array) -> NamedArray:
+    """An array in natural order with names. One that is on no mesh is dealt out where it is used."""
+    if not slices_dealt(POSITIONS, x.shape[-1], "Batch.named") or state_of(x).mode != "explicit":
+        return named(x, "batch pos")
+    with current_layout().with_dealt(()):
+        natural = named(x, "batch pos")
+    return deal(natural)

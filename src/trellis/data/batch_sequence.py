@@ -110,6 +110,7 @@ class Batches:
         pad_last: bool = False,
         mask_documents: bool = True,
     ):
+        _check(data, seed, shuffle)
         self.seed, self.data = seed, data
         self.sizes, self._pad_last = BatchSizes(batch_size, sequence_length), pad_last
         self._mask_documents = mask_documents
@@ -175,12 +176,12 @@ class Batches:
 
     def _places(self, step: int, rows: slice | None) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """For a batch: the length of its rows, which of them exist, their positions, and which pieces of these."""
-        if not isinstance(step, (int, np.integer)):
+        if not isinstance(step, (int, np.integer)) or step < 0:
             raise UserError(
-                "A step must be a whole number.", seen=repr(step), where="batch", fix="use int(step), from 0 on"
+                "A step must be a whole number, 0 or more.", seen=repr(step), where="batch", fix="use int(step)"
             )
         last = self.num_steps
-        if step < 0 or (last is not None and step >= last):
+        if last is not None and step >= last:
             raise UserError(
                 "The data must last for all steps of the run.",
                 seen=f"step {step}, data for {last}",
@@ -198,3 +199,21 @@ class Batches:
         _, length = self.sizes.shape(step)
         real = np.ones(len(at), bool) if self._max_rows is None else at < self._max_rows
         return length, real, at, pieces
+
+
+def _check(data, seed, shuffle) -> None:
+    """Refuses what `Batches` cannot be made of."""
+    if not isinstance(data, TokenStore) and not hasattr(data, "rows"):
+        raise UserError(
+            "Batches are read from an open token store, or from a `Mixture` of several.",
+            seen=repr(data)[:80],
+            where="Batches",
+            fix="write open_store(path), or Mixture(stores={'web': open_store(path), ...}, weights={'web': 1.0, ...})",
+        )
+    if not isinstance(seed, (int, np.integer)) or not isinstance(shuffle, bool | Shuffle | None):
+        raise UserError(
+            "A seed must be a whole number; a shuffle must be True, False or a `Shuffle`.",
+            seen=f"seed={seed!r}, shuffle={shuffle!r}",
+            where="Batches",
+            fix="use seed=0 and shuffle=True, for example",
+        )

@@ -6,7 +6,8 @@ import os
 from trellis.data.store.token_store import TokenStore
 from trellis.data.tokenizing.sources import embedded_corpus
 from trellis.data.tokenizing.tokenize import tokenize
-from trellis.files import cache_folder
+from trellis.errors import UserError
+from trellis.files import CACHE_ELSEWHERE, cache_folder
 
 
 def embedded_stores(
@@ -16,6 +17,9 @@ def embedded_stores(
 
     The stores are under `cache_dir` (Trellis's folder in the user's cache if not given), in a folder named after the
     contents of the corpus and the vocabulary, so a second call opens them at once and another Python gets its own.
+
+    Raises:
+        UserError: they cannot be written there.
     """
     digest = hashlib.sha256(f"{vocab_size}".encode())
     splits = {split: embedded_corpus(split) for split in ("train", "validation")}
@@ -27,6 +31,12 @@ def embedded_stores(
     folder = os.path.join(
         os.fspath(cache_dir or cache_folder("data")), f"embedded-{vocab_size}-{digest.hexdigest()[:16]}"
     )
+    if cache_dir is None:
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            rule = "The user's cache folder must be writable: the training text is kept there."
+            raise UserError(rule, seen=error.strerror, where=folder, fix=CACHE_ELSEWHERE) from error
     train = tokenize(splits["train"], os.path.join(folder, "train"), train_bpe=vocab_size, wait=True, progress=progress)
     validation = tokenize(
         splits["validation"],

@@ -10,8 +10,9 @@ from trellis.errors import UserError
 def count_bytes(store: TokenStore, batch: Batch) -> float:
     """The UTF-8 bytes of text that a batch's counted targets stand for.
 
-    The count is exact if the store holds a byte-level tokenizer, and nearly so for SentencePiece's. For others, and
-    without a tokenizer, it uses the store's average.
+    The count is exact if the store holds a byte-level tokenizer, and nearly so if that puts a space before texts or is
+    one of SentencePiece's. Where tokens' lengths do not add up to their text's, and without a tokenizer, it uses the
+    store's average.
     """
     mask = np.asarray(batch.loss_mask)
     try:
@@ -20,4 +21,7 @@ def count_bytes(store: TokenStore, batch: Batch) -> float:
         tokenizer = None
     if tokenizer is None or not tokenizer.counts_bytes:
         return float(mask.sum()) * store.bytes_per_token
-    return float((tokenizer.token_bytes[np.asarray(batch.targets)] * mask).sum())
+    each = tokenizer.token_bytes[np.asarray(batch.targets)]
+    if tokenizer.prefix_bytes:  # the space before a document, unless it begins with one of its own
+        each = each - tokenizer.prefix_bytes * (np.asarray(batch.tokens) == store.start_token)
+    return float((each * mask).sum())

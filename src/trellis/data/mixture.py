@@ -46,6 +46,14 @@ class Mixture:
     block: int = 2048
 
     def __post_init__(self):
+        for name, store in [*self.stores.items(), *self.validation.items()]:
+            if not isinstance(store, TokenStore):
+                raise UserError(
+                    "The sources of a mixture must be open token stores.",
+                    seen=f"{store!r} for `{name}`",
+                    where="Mixture",
+                    fix="write open_store(path)",
+                )
         steps = [step for step, _ in self.schedule]
         if not steps or steps[0] != 0 or steps != sorted(set(steps)):
             raise UserError(

@@ -12,6 +12,8 @@ import numpy as np
 from trellis.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
+# Spaces and characters that tokenizers are known to drop, to write as others, or not to know.
+_SAMPLE = " Two  spaces,\tnaïve cafés: ﬁ Ｗ ™ ☃ 中文 😀\n "
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[SEP]")
 
 
@@ -131,10 +133,23 @@ class Tokenizer:
     @functools.cached_property
     def counts_bytes(self) -> bool:
         """Whether tokens' own lengths add up to their text's, as `token_bytes` has them: not where a tokenizer drops
-        spaces, as WordPiece does, or marks the parts of a word."""
+        spaces, as WordPiece does, marks the parts of a word, writes other characters than the text's, or knows few."""
         model = json.loads(self.json)["model"]
         marks = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
-        return model.get("type") not in ("WordPiece", "WordLevel") and not marks
+        if model.get("type") in ("WordPiece", "WordLevel") or marks:
+            return False
+        try:
+            return self._bytes_beyond(_SAMPLE) in (0, 1)  # of a space before it
+        except UserError:  # it cannot encode all of it
+            return False
+
+    @functools.cached_property
+    def prefix_bytes(self) -> int:
+        """The bytes that the tokens of a text have more than the text: 1 if a space is put before it, else 0."""
+        return max(0, self._bytes_beyond("a"))
+
+    def _bytes_beyond(self, text):
+        return int(self.token_bytes[self.encode(text)].sum()) - len(text.encode())
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
@@ -161,13 +176,14 @@ class Tokenizer:
 def load_tokenizer(path: str, *, end_of_document: str | None = None) -> Tokenizer:
     """The tokenizer in a tokenizer.json, a Hugging Face folder, or (with the `hf` extra) a repository name.
 
-    A folder's tokenizer_config.json names the end-of-document token, if it has an `eos_token`.
+    A folder's tokenizer_config.json names the end-of-document token, if it has an `eos_token`. From a token store comes
+    the tokenizer that made it, with its end of documents.
     """
     where = path
     if os.path.isdir(path):
         config = os.path.join(path, "tokenizer_config.json")
-        if end_of_document is None and os.path.exists(config):
-            end_of_document = _end_in(config)
+        if end_of_document is None:
+            end_of_document = _end_in(config) if os.path.exists(config) else _end_in_store(path)
         path = os.path.join(path, "tokenizer.json")
     elif not os.path.exists(path) and "/" in path and not path.endswith(".json") and "://" not in path:
         path = _from_hub(path)
@@ -203,6 +219,14 @@ def _end_in(config):
             fix="download it again, or name the token with --end-of-document",
         )
     return eos
+
+
+def _end_in_store(path):
+    """The end-of-document token of the store that a folder is, or None."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with open(os.path.join(path, "zarr.json"), encoding="utf-8") as file:
+            return json.load(file)["attributes"]["trellis"]["tokenizer"]["end_of_document"]
+    return None
 
 
 def _from_hub(name):

@@ -252,7 +252,7 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
 
 @functools.cache
 def _builtin() -> dict[str, dict]:
-    return load_yaml(importlib.resources.files("trellis.hardware").joinpath("chips.yaml").read_text())
+    return load_yaml(importlib.resources.files("trellis.hardware").joinpath("chips.yaml").read_text("utf-8"))
 
 
 def published_peak(device_kind: str) -> float | None:
@@ -297,7 +297,7 @@ def chips(extra: str | None = None) -> dict[str, Chip]:
 
         where = extra
         try:
-            with open(extra) as file:
+            with open(extra, encoding="utf-8") as file:
                 more = load_yaml(file.read()) or {}
         except (OSError, yaml.YAMLError) as error:
             raise UserError(

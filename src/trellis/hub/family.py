@@ -30,6 +30,7 @@ class Family:
         dropped: fields of `config.json` that say what share of something training drops, which our model keeps whole;
             with what `transformers` takes for each if it is left out.
         defaults: what `transformers` takes for fields that `config.json` leaves out, if `from_hub` takes another value.
+        aliases: other names that `transformers` takes for fields of `config.json`, and those fields.
         zeros: tensors that a folder always has; zeros if our model has no such parameter.
         elsewhere: for folders that hold a tensor elsewhere: from its key to another key, and what to take there.
     """
@@ -43,6 +44,7 @@ class Family:
     fixed: Mapping[str, Any]
     dropped: Mapping[str, float] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     zeros: Sequence[Key] = ()
     elsewhere: Callable[[str], tuple[str, Callable]] | None = None
 
@@ -92,13 +94,23 @@ class Family:
                 "with Mxfp4Config(dequantize=True), or what transformers has for this method",
             )
         for field, value in {**_ALWAYS, **self.fixed}.items():
-            if hub.get(field, value) not in (value, *(_ACTIVATIONS.get(value, ()) if isinstance(value, str) else ())):
+            others = _ACTIVATIONS.get(value, ()) if isinstance(value, str) else (None,) * (value == [])
+            if hub.get(field, value) not in (value, *others):
                 raise UserError(
                     f"A {self.model_type} must have {field} {value} here.",
                     seen=f"{field}: {hub[field]}",
                     where=where,
                     fix=f"use a model with {field} {value}",
                 )
+        for alias, field in self.aliases.items():
+            if alias in hub and hub.get(field, hub[alias]) != hub[alias]:
+                raise UserError(
+                    f"In a {self.model_type} {alias} and {field} are names of one field and must have one value.",
+                    seen=f"{alias}: {hub[alias]}, {field}: {hub[field]}",
+                    where=where,
+                    fix="remove the one that does not hold",
+                )
+        hub = {self.aliases.get(name, name): value for name, value in hub.items()}
         fix = "use the folder's config.json as `save_pretrained` writes it"
         rule = f"The configuration of a {self.model_type} must have values of the types that transformers writes."
         for field, share in self.dropped_in(hub).items():

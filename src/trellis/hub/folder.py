@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trellis.errors import UserError
+from trellis.files import naming
 from trellis.hub.family import Family, family_in
 from trellis.hub.keys import Key, key_of
 from trellis.hub.tensors import DTYPES, WEIGHT_DTYPES, Tensor, TensorFile, in_shards, write_tensors
@@ -32,6 +33,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",  # those with names
     "generation_config.json",  # the tokens at which a text begins and ends
 )
 # By these a folder holds something else: an export would overwrite it, or be removed with it.
@@ -65,6 +67,13 @@ class Folder:
     def __init__(self, path: str | Path, families: Mapping[str, Family]):
         self.path = Path(path)
         config = self.path / "config.json"
+        if (adapter := self.path / "adapter_config.json").is_file():
+            raise UserError(
+                "A Hugging Face folder must have the weights of a whole model, not what an adapter adds to them.",
+                seen="an adapter",
+                where=str(adapter),
+                fix="merge it: AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)",
+            )
         if not config.is_file():
             raise UserError(
                 "A Hugging Face folder must have a config.json.",
@@ -296,9 +305,14 @@ def write_folder(
     shards = in_shards(tensors, shard_bytes)
     count = len(shards)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [WEIGHTS]
-    for name, shard in zip(names, shards, strict=True):
-        write_tensors(to / name, shard)
     files = [to / name for name in names]
+    try:
+        for path, shard in zip(files, shards, strict=True):
+            write_tensors(path, shard)
+    except BaseException:  # a part of the weights is of no use, and the same export would be refused because of it
+        for path in files:
+            path.unlink(missing_ok=True)
+        raise
     if count > 1:
         weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
         index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": weight_map}
@@ -309,7 +323,13 @@ def write_folder(
 def copy_tokenizer(folder: Path, to: Path) -> list[Path]:
     """Copies a folder's tokenizer files into another folder, and no others: it may hold a model too."""
     to.mkdir(parents=True, exist_ok=True)
-    return [Path(shutil.copy(folder / name, to / name)) for name in TOKENIZER_FILES if (folder / name).is_file()]
+    found = [path for name in TOKENIZER_FILES for path in sorted(folder.glob(name)) if path.is_file()]
+    there = [path.relative_to(folder) for path in found]
+    for name in there:
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        with naming(to / name):
+            shutil.copy(folder / name, to / name)
+    return [to / name for name in there]
 
 
 def write_tokenizer(serialized: str, end_of_document: str, to: Path, *, positions: int) -> list[Path]:
@@ -322,7 +342,8 @@ def write_tokenizer(serialized: str, end_of_document: str, to: Path, *, position
         positions: the longest sequence.
     """
     to.mkdir(parents=True, exist_ok=True)
-    (to / "tokenizer.json").write_text(serialized, encoding="utf-8")
+    with naming(to / "tokenizer.json"):
+        (to / "tokenizer.json").write_text(serialized, encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end_of_document,
@@ -410,5 +431,6 @@ def read_json(path: Path) -> dict:
 
 
 def _write(path: Path, contents: Mapping) -> Path:
-    path.write_text(json.dumps(contents, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with naming(path):
+        path.write_text(json.dumps(contents, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return path

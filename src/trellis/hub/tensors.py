@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from trellis.errors import UserError
+from trellis.files import naming
 
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -99,7 +100,7 @@ def write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
         place += t.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for t in tensors:
             made = t.make()

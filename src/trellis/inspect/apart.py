@@ -18,6 +18,8 @@ PRODUCTS = ("dot_general", "scaled_matmul_wrapper", "ragged_dot", "ragged_dot_ge
 _SAME = VIEWS - {"slice"} | {"broadcast_in_dim", "pcast", "sharding_constraint"}
 # What stands between a collective and what makes or reads an array: other steps of the same way, and casts.
 _PASSED = frozenset({"reshard", "convert_element_type"})
+# Numbers in a row of a TPU's tile.
+_LANES = 128
 
 
 def is_apart(operation: Operation, kind: str = "tpu") -> bool:
@@ -42,6 +44,36 @@ def copied(scan: Operation, kind: str = "tpu") -> Iterator[tuple[Value, Operatio
         reader = next((reader for reader in _readers(value) if is_apart(reader, kind)), None)
         if reader is not None:
             yield value, reader
+
+
+def turned(operation: Operation) -> bool:
+    """Whether a TPU's compiler turns what a reshard gathers or scatters along the last axis of a table.
+
+    Slices that end within a tile lie with that axis first, and come together like that. Products read and make both
+    orders. Rows are looked up in the other order, and added to in it, and a loop holds its arrays in the one in which
+    it adds to them.
+    """
+    if operation.name != "reshard" or operation.results[0].aval.ndim != 2:
+        return False
+    before, after = (value.local_shape[-1] for value in (operation.operands[0], operation.results[0]))
+    if before == after or min(before, after) % _LANES == 0:
+        return False
+    if before < after:
+        through = _PASSED | {"reduced_vary_cast", "reduced_vary_cast_p"}
+        return any(reader.name in ("gather", *LOOPS) for reader in _readers(operation.results[0], through))
+    made = _made_of(operation.operands[0])
+    return made is not None and made.name in ("scatter-add", *LOOPS)
+
+
+def _made_of(value: Value) -> Operation | None:
+    """What makes a value, if elementwise work on arrays of its shape follows it."""
+    shape = value.local_shape
+    while (maker := value.maker) is not None and maker.name not in ("scatter-add", *LOOPS):
+        like = (operand for operand in maker.inputs if operand.local_shape == shape)
+        if (found := next(like, None)) is None:
+            return maker
+        value = found
+    return maker
 
 
 def made_at(operation: Operation) -> int:

@@ -22,6 +22,7 @@ from trellis.inspect.collective import Collective, collectives_in
 from trellis.inspect.hlo import Instruction, Program, parse_program
 from trellis.inspect.rows import Ledger, Row, wire_bytes
 from trellis.program.pairs import axes_met, axes_of_pairs
+from trellis.program.scopes import direction_of as pass_of
 from trellis.program.scopes import names_of
 from trellis.program.sizes import window_pairs
 
@@ -49,11 +50,7 @@ def _what(shape: tuple[int, ...], op_name: str | None) -> str:
 
 def direction_of(op_name: str | None) -> str:
     """The pass that an instruction belongs to, as the ledger calls it, by JAX's name for its origin."""
-    if not op_name:
-        return ""
-    if "rematted_computation" in op_name:
-        return "recomputed"
-    return "backward" if "transpose(" in op_name else "forward"
+    return pass_of(op_name).replace("update", "forward") if op_name else ""
 
 
 def collectives(compiled, mesh: Mesh | AbstractMesh, *, load: float | None = None) -> Ledger:

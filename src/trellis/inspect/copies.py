@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from trellis.frames import in_a_library
+from trellis.inspect.collective import KINDS
 from trellis.inspect.groups import axes_of, cut, uncut
 from trellis.inspect.hlo import Instruction, Program, replica_groups, source_target_pairs
 from trellis.inspect.numbers import LARGEST, constant_of, left_out, numbers_of
@@ -168,7 +169,7 @@ class Reading:
         if op.endswith(("-done", "-update")) or op == "copy-start":
             return operands[0]
         op = op.removesuffix("-start")
-        if op in _COLLECTIVES:
+        if op in KINDS:
             return self._collective(instruction, op, operands)
         if op == "tuple":
             return tuple(operands)
@@ -264,9 +265,8 @@ class Reading:
             sources: for each device the one whose value it gets; -1 for none, which makes zeros.
             axes: those of the value that was sent.
         """
-        places = np.unravel_index(np.arange(self.devices), tuple(self.mesh.values()))
         value = np.zeros(self.devices, int)  # devices that hold the same have the same number
-        for axis, place in zip(self.mesh, places):
+        for axis, place in zip(self.mesh, np.indices([*self.mesh.values()]).reshape(-1, self.devices)):
             value = value * self.mesh[axis] + place if axis in axes else value
         return self._of(np.where(sources < 0, -1, value[sources])).axes
 
@@ -297,8 +297,6 @@ class Reading:
 _LINEAR = ("add", "bitcast", "broadcast", "concatenate", "convert", "copy", "dynamic-slice", "dynamic-update-slice",
            "negate", "opt-barrier", "pad", "reduce", "reduce-precision", "reshape", "slice", "subtract",
            "transpose")  # fmt: skip
-_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute",
-                "ragged-all-to-all", "reduce-scatter")  # fmt: skip
 
 
 def _axes(value: Value) -> frozenset[str]:

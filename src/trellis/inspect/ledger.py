@@ -66,10 +66,11 @@ def ledger_of(program: Program, load: float | None = None, *, refuse: bool = Tru
     sizes = {name: size for name, size in program.mesh.items() if size > 1}
     if not sizes:  # one device: nothing moves
         return Ledger((), sizes, program.auto)
-    rows = _Rows(program, load).of(program)
+    reader = _Rows(program, load)
+    rows = reader.of(program)
     if refuse:
         refuse_wrong(program)
-    return Ledger(tuple(rows), sizes, program.auto)
+    return Ledger(tuple(rows), sizes, program.auto, tuple(reader.instead))
 
 
 _REDUCTIONS = {"pmax": "maximum", "reduce_max": "maximum", "pmin": "minimum", "reduce_min": "minimum"}
@@ -82,9 +83,16 @@ class _Rows:
         self.sizes, self.implied, self.roles, self.load = program.mesh, Moved(program), roles(program), load
         self.parameters, self.repeats, self.constants = Parameters(program), repeats(program), constants(program)
         self.awaited = awaited(program)
+        self.instead: list[Row] = []
 
     def of(self, body: Body) -> list[Row]:
-        return [row for operation in body.operations for row in self.operation(operation)]
+        rows = [row for operation in body.operations for row in self.operation(operation)]
+        made = [(value, value.maker) for value in body.results if value.maker is not None]
+        return rows + [
+            self.row(one.move, one.aval, _words(one, maker), maker, one.note)
+            for value, maker in made
+            for one in self.implied.states.settled(value)
+        ]
 
     def operation(self, operation: Operation) -> Iterator[Row]:
         inside = [self.of(body) for body in operation.bodies]
@@ -96,6 +104,7 @@ class _Rows:
                 yield from (dataclasses.replace(row, times=row.times * turns) for row in rows)
         elif operation.name == "cond":
             largest = max(inside, key=lambda rows: sum(row.total for row in rows))
+            self.instead += (row for rows in inside if rows is not largest for row in rows)
             yield from (_noted(row, f"the largest of {len(inside)} branches") for row in largest)
         elif inside:
             yield from inside[0]

@@ -14,6 +14,8 @@ from trellis.inspect.ways import WAYS, Key, Recipe
 
 # Collectives that move copies: what an equal one has moved need not be moved again.
 COPIES = ("all-gather", "all-to-all", "permute")
+_BOTH = "one over the mesh axes of two"
+_IN_STEPS = "one mesh axis after the other"  # one of `WAYS`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ class Stock:
         self.take_turns(matches)
         self.take_as_asked(matches)
         self.take_equal(matches)
-        self.take_added(matches)
+        self.take_added(matches, sizes)
         self.take_pairs(matches)
         if stacked != "last":
             self.take_stacked(matches, exactly=True)
@@ -279,9 +281,9 @@ class Stock:
                 continue
             joint = Key(kind, axes | more, max(some, all_), whole, 1)
             before = second.missing
-            if first.missing in (0, before):
-                self.take(second, "one over the mesh axes of two", ((joint, 1),))
-                first.done("one over the mesh axes of two", min(before - second.missing, first.missing))
+            if first.missing in (0, before) and not first.ways[_BOTH]:  # else it is the end of the pair before
+                self.take(second, _BOTH, ((joint, 1),))
+                first.done(_BOTH, min(before - second.missing, first.missing))
 
     def take_ordered(self, matches: list[Match]) -> None:
         """Takes permutes of what was scattered, if the scatter gave each device the slice that it is to have."""
@@ -297,7 +299,8 @@ class Stock:
 
         Args:
             matches: the rows.
-            exactly: one sum for all turns; else a loop around it may be left too.
+            exactly: one sum for all turns; else a loop around it may be left too, and several turns may add to one
+                place in the stack, as the ticks of a pipeline do that read the same microbatch.
         """
         kinds = ("all-reduce", "reduce-scatter") if exactly else ("all-reduce",)
         for match in matches:
@@ -309,7 +312,7 @@ class Stock:
                     continue
                 for item in items:
                     turns, times = item.left // elements, match.row.times
-                    fits = turns == times if exactly else turns and times % turns == 0
+                    fits = turns == times if exactly else 0 < turns <= times and times % item.runs == 0
                     if item.unused and match.missing == times and fits:
                         item.left = 0
                         match.done("one for all turns of a loop", times)
@@ -360,7 +363,7 @@ class Stock:
                     item.left = 0
                     match.done("one for all turns of a loop", times)
 
-    def take_added(self, matches: list[Match]) -> None:
+    def take_added(self, matches: list[Match], sizes: Mapping[str, int]) -> None:
         """Takes numbers that are reduced with others before they are reduced over devices, one reduction for several.
 
         `trellis.inspect.copies` says whether each is reduced over all devices on which it differs.
@@ -368,6 +371,8 @@ class Stock:
         for match in matches:
             kind, axes, elements, _, _ = match.key
             if match.missing and elements == 1 and kind in ("all-reduce", "maximum", "minimum"):
+                for recipe in WAYS[_IN_STEPS](match.key, sizes):
+                    self.take(match, _IN_STEPS, recipe)
                 there = (key.axes for key in self.items if (key.kind, key.elements) == (kind, 1) and key.axes <= axes)
                 if frozenset().union(*there) == axes:
                     match.done("a sum with others", match.missing)

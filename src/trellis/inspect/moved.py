@@ -1,5 +1,6 @@
 """What an operation moves beside what it says: one reading, for the ledger's rows and for memory."""
 
+from trellis.mesh.platform import platform_of_abstract
 from trellis.program import Operation, Program
 from trellis.program.flow import is_empty, uniform, zeros
 from trellis.program.manual import COLLECTIVES
@@ -14,13 +15,15 @@ class Moved:
     """
 
     def __init__(self, program: Program):
-        self.states, self.zeros, self.uniform = States(program.mesh), zeros(program), uniform(program)
+        merges = platform_of_abstract(program.device) == "tpu"
+        self.states = States(program.mesh, merges=merges)
+        self.zeros, self.uniform = zeros(program), uniform(program)
 
     def by(self, operation: Operation) -> list[Implied]:
-        """The moves that an operation without others inside implies; by hand, none are. Equal values move once, and
-        zeros, empty arrays and slices of one known number do not."""
-        again = self.states.again(operation)
-        if again or operation.name in COLLECTIVES or self.of_zeros(operation) or self._of_one_number(operation):
+        """The moves that an operation without others inside implies; by hand, none are. A value moves once (on TPUs
+        equal values do), and zeros, empty arrays and slices of one known number do not."""
+        merged = self.states.merged(operation)
+        if merged or operation.name in COLLECTIVES or self.of_zeros(operation) or self._of_one_number(operation):
             return []
         return [implied for implied in self.states.implied(operation) if implied.move.payload]
 

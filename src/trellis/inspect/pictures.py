@@ -94,7 +94,7 @@ class Picture:
 
     def save(self, path: str | Path) -> None:
         """Writes the SVG to a file."""
-        Path(path).write_text(self.svg())
+        Path(path).write_text(self.svg(), encoding="utf-8")
 
 
 def show(x, names: str | Sequence[str] | None = None) -> Picture:

@@ -94,11 +94,13 @@ class Ledger:
         rows: in program order.
         mesh: the sizes of the mesh axes that were met.
         auto: mesh axes in auto mode, along which the compiler moves what it likes: rows are what it is told.
+        instead: rows of a conditional's other branches than the largest, which may run instead of its rows.
     """
 
     rows: tuple[Row, ...]
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     auto: tuple[str, ...] = ()
+    instead: tuple[Row, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)

@@ -36,7 +36,7 @@ from trellis.inspect.ways import Key
 from trellis.program.pairs import axes_met, axes_of_pairs
 
 # Instructions whose results are their operands, or parts of them.
-_VIEWS = ("get-tuple-element", "bitcast", "copy", "reshape", "transpose", "optimization-barrier", "all-reduce-done")
+_VIEWS = ("get-tuple-element", "bitcast", "copy", "reshape", "transpose", "opt-barrier", "all-reduce-done")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     strange = [part for part in strange if not set(axes_met(part.collective.groups, mesh.shape)) <= set(ledger.auto)]
     if 1 not in mesh.shape.values():  # a sum over an axis of one device is over groups of one
         strange += [part for collective in found if _alone(collective) for part in _pieces(program, collective, ())]
-    asked = {(row.reduction, axis) for row in ledger for axis in row.axes}
+    asked = {(row.reduction, axis) for row in (*ledger, *ledger.instead) for axis in row.axes}
     sums = {match.key for match in matches if match.missing}
     # In manual mode a number has no type before and after, and nothing of it is pending.
     whole = {frozenset(row.axes) for row in ledger if row.kind == "all-reduce" and row.what.split() == ["->"]}

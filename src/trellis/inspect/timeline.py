@@ -381,7 +381,7 @@ class _Walk:
         """Whether an operation reads a chain without its value in memory."""
         held, name = self.of(value), operation.name
         if name in _READ_THROUGH and held.buffer is None and held.near_memory():
-            return True
+            return not self.sums_a_cast(operation, held, value)
         if not held.fused:
             return False
         sizes = [part.buffer.num_bytes for part in held.leaves() if part.buffer]
@@ -394,6 +394,14 @@ class _Walk:
         if wide and self.as_read and name == "dot_general" and not held.multiplied():
             return True
         return fusion.reduces(operation)
+
+    def sums_a_cast(self, operation: Operation, held: _Held, value: Value) -> bool:
+        """Whether an operation sums over devices what is cast from a wider array in memory, such as a table's gradient:
+        what is sent is there beside that."""
+        if operation.name != "reshard" or not value.state.pending - operation.results[0].state.pending:
+            return False
+        wider = [part.buffer for part in held.made_of if part.buffer and part.buffer.num_bytes > value.device_bytes]
+        return not (held.lazy or held.pinned) and bool(wider)
 
     def loop(self, operation: Operation) -> None:
         """A loop or branches: the highest point of a turn, or of the branch that takes most, comes on top of what is

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from trellis.inspect.apart import PRODUCTS, copied
+from trellis.inspect.apart import PRODUCTS, copied, turned
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import ENTER, KERNELS, LEAVE, REDUCTIONS
@@ -36,7 +36,7 @@ COSTS = collections.defaultdict(lambda: 1.0, {
 })  # fmt: skip
 # No work of their own: names, views, and what a compiler folds into its neighbours.
 FREE = {
-    "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient", "name", "optimization_barrier",
+    "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "name", "optimization_barrier",
     "reshard", "sharding_constraint", "pvary", "pcast", "copy", "mesh_cast", "bitcast_convert_type", "iota", "split",
     "random_wrap", "random_unwrap", "layout_constraint",
 }  # fmt: skip
@@ -49,8 +49,11 @@ UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 # (benchmarks/results/accelerator_h200.txt).
 COPIED = {"tpu": 2.0, "gpu": 1.6}
 # Why work is by itself: an array is laid out anew, rows are gathered or were, or a turn's value is a loop's.
-Alone = Literal["", "laid out anew", "gathered", "of gathered rows", "copied"]
+Alone = Literal["", "laid out anew", "turned", "gathered", "of gathered rows", "copied"]
 ANEW: Alone = "laid out anew"
+TURNED: Alone = "turned"
+# How much longer a table's turn takes than streamed bytes, by libtpu's schedule of one of 1,000,000 words on v5e.
+_TURN = 3.0
 # Kinds of pieces for which libtpu's schedule has no estimate: they are kernels.
 UNSCHEDULED = ("attention", "kernel", "grouped")
 # The kind of pieces that copy between a device's memory and the host's.
@@ -139,6 +142,9 @@ def _pieces(body: Body, load: float, kind: str) -> Iterator[Piece]:
             yield _alone(operation, ANEW, slower)
         elif apart and name == "gather":
             yield _alone(operation, "gathered")
+        elif apart and turned(operation):
+            whole = max(operation.operands[0], operation.results[0], key=lambda value: value.num_bytes)
+            yield _alone(operation, TURNED, _TURN, whole)
         elif operation.crosses:
             yield from _crossings(operation)
         elif name not in COLLECTIVES and name not in (ENTER, LEAVE) and not lies_so(operation):
@@ -146,9 +152,9 @@ def _pieces(body: Body, load: float, kind: str) -> Iterator[Piece]:
     yield from _groups(fused, set(body.results), apart)
 
 
-def _alone(operation: Operation, what: Alone, slower: float = 1.0) -> Piece:
-    """What reads and writes its result, and is no part of what is around it."""
-    (array,) = operation.results
+def _alone(operation: Operation, what: Alone, slower: float = 1.0, array: Value | None = None) -> Piece:
+    """What reads and writes an array, its result unless it is another, and is no part of what is around it."""
+    array = operation.results[0] if array is None else array
     said, moved = f"{_show(array)} {what}", 2.0 * array.num_bytes
     return _piece(operation, "elementwise", said, num_bytes=moved, slower=slower, alone=what)
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -131,6 +131,7 @@ class Layout:
             a map over a name that is whole, in which JAX refused copies.
         cut: names of which the program sees only a part, such as the batch
             within a pipeline: nothing may be computed along them.
+        sums: whether sums along `cut` may be made all the same: what a model measures of its parts is added up.
 
     Raises:
         MeshError: an entry names an axis that the mesh does not have, or
@@ -150,6 +151,7 @@ class Layout:
     dealt: Axes = dataclasses.field(default=(), kw_only=True)
     mapped: tuple[Axes, ...] = dataclasses.field(default=(), kw_only=True)
     cut: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+    sums: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         if not isinstance(self.mesh, Mesh | AbstractMesh):
@@ -309,6 +311,13 @@ def current_layout() -> Layout | None:
         return None
     axes = mapped_over().difference(*layout.mapped)
     return _inside(layout, tuple(a for a in layout.mesh.axis_names if a in axes)) if axes else layout
+
+
+@contextlib.contextmanager
+def without_layout() -> Generator[None]:
+    """Traces what is inside without a layout or a mesh, whatever is in force."""
+    with _current(None), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        yield
 
 
 def is_dealt(name: str) -> bool:

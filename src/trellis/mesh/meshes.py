@@ -17,7 +17,9 @@ from trellis.notation.state import mode_of
 
 # The axis that communicates least often comes first: gradients once a step, a stage's
 # activations once a microbatch, weights once a layer, then what moves several times a layer.
-OUTER_TO_INNER = ("replica", "stage", "data", "expert_y", "expert", "context_y", "context", "model")
+OUTER_TO_INNER = (
+    "replica", "stage", "data", "data_y", "data_z", "expert_y", "expert", "context_y", "context", "model",
+)  # fmt: skip
 
 _TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 

@@ -36,7 +36,7 @@ class Ring:
     chunks: int = 1
 
     def __post_init__(self):
-        if self.chunks < 1:
+        if isinstance(self.chunks, bool) or not hasattr(self.chunks, "__index__") or self.chunks < 1:
             raise RingError(
                 f"a slice must travel in at least one chunk, got chunks={self.chunks}, in Ring('{self.axis}'): pass 1 "
                 "or more"

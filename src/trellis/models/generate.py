@@ -11,7 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trellis import Layout, NamedArray, Stacked, UserError, current_layout, einsum, full, named, named_jit, shard, take
+from trellis import (
+    Layout,
+    NamedArray,
+    Stacked,
+    UserError,
+    arange,
+    current_layout,
+    einsum,
+    full,
+    index,
+    named,
+    named_jit,
+    shard,
+    take,
+)
 from trellis.models.protocol import LanguageModel
 from trellis.nn import attend, attend_cached
 
@@ -249,7 +263,7 @@ _program = named_jit(_run, static=(4, 5, 6))
 def _prefill(model: LanguageModel, tokens: NamedArray, total: int):
     """Hidden states of the prompt, and the keys and values of all layers with room for `total` positions."""
 
-    def attention(kept, q, k, v, **options):
+    def attention(number, kept, q, k, v, **options):
         kept += [k, v]
         return attend(q, k, v, **options)
 
@@ -260,10 +274,11 @@ def _prefill(model: LanguageModel, tokens: NamedArray, total: int):
 def _decode(model: LanguageModel, token: NamedArray, at: jax.Array, cache):
     """The hidden state of the position `at`, and the cache with it."""
 
-    def attention(kept, q, k, v, *, segment_ids=None, save_name=None, **options):
+    def attention(number, kept, q, k, v, *, segment_ids=None, save_name=None, **options):
         # A block of several layers keeps a pair for each. The next layer's is first, and goes to the end.
-        own = [_written(held, x, at) for held, x in zip(kept[:2], (k, v), strict=True)]
-        kept[:] = [*kept[2:], *own]
+        held = [_written(all_layers, x, at, number) for all_layers, x in zip(kept[:2], (k, v), strict=True)]
+        kept[:] = [*kept[2:], *held]
+        own = (index(x, {x.names[0]: number}) for x in held)
         return attend_cached(q, *own, at + 1, **options)
 
     positions = full(token.axes, at, jnp.int32)
@@ -275,22 +290,26 @@ def _stacks(model: LanguageModel) -> list[Stacked]:
 
 
 def _through(model: LanguageModel, tokens: NamedArray, positions, caches, attention):
-    """The model's hidden states with another attention function, and what that left for each layer of each stack.
+    """The model's hidden states with another attention function, and what that left of each stack.
 
-    `attention(kept, q, k, v, ...)` finds a layer's part of the cache in the list `kept` and leaves its part there.
+    `attention(number, kept, q, k, v, ...)` of the block of this number leaves its own part in the list `kept`, which is
+    empty; or it finds there the cache of all blocks, and leaves it with its own part. A cache goes from block to block:
+    if each gave its own part, all of it would be copied for every token.
     """
     x, each, shared = model.start(tokens, None, positions)
 
-    def call(layer, x, mine, *rest):
-        kept = list(mine)
-        x = layer(x, *rest, attention=lambda *args, **options: attention(kept, *args, **options))
-        return x, tuple(kept)
+    def call(layer, carry, number, *rest):
+        x, cache = carry
+        kept = list(cache)
+        x = layer(x, *rest, attention=lambda *args, **options: attention(number, kept, *args, **options))
+        return ((x, tuple(kept)), ()) if cache else ((x, ()), tuple(kept))
 
     left = []
     for stack, cache in zip(_stacks(model), caches, strict=True):
         mine = each if stack is model.layers else ()
-        x, cache = stack.scan(x, *shared, each=(tuple(cache), *mine), call=call)
-        left.append(cache)
+        numbers = arange(stack.axis)
+        (x, cache), made = stack.scan((x, tuple(cache)), *shared, each=(numbers, *mine), call=call)
+        left.append(cache or made)
     return model.norm(x), left
 
 
@@ -301,10 +320,12 @@ def _with_room(x: NamedArray, total: int) -> NamedArray:
     return _written(room, x, 0) if total > axis.size else x
 
 
-def _written(cache: NamedArray, x: NamedArray, at) -> NamedArray:
-    """The cache with `x` from position `at` on."""
-    x = x.transpose(cache.names)
-    return cache.with_array(lax.dynamic_update_slice_in_dim(cache.array, x.array, at, cache.index("key_pos")))
+def _written(cache: NamedArray, x: NamedArray, at, number: NamedArray | None = None) -> NamedArray:
+    """The cache of all layers with `x` from position `at` on, of all layers or of the one of this number."""
+    x = x.transpose([n for n in cache.names if n in x.names])
+    array = x.array if number is None else jnp.expand_dims(x.array, 0)
+    first = [0 if number is None else number.array, *(at if n == "key_pos" else 0 for n in cache.names[1:])]
+    return cache.with_array(lax.dynamic_update_slice(cache.array, array, first))
 
 
 def _choose(model: LanguageModel, hidden: NamedArray, key, sampling: Sampling, allowed=None) -> jax.Array:

@@ -119,9 +119,9 @@ class LanguageModel(Protocol):
         config: what defines it.
         first_layers: a stack, under its own name, of blocks of another kind that come first; None without.
             `layer(x, *shared, attention=...)` is the stream after one of them.
-        layers: its blocks. `layer(x, *each, *shared, attention=...)` is the stream after one of them.
+        layers: its blocks, along `layers`. `layer(x, *each, *shared, attention=...)` is the stream after one of them.
         norm: of the stream after the last of them.
-        unembedding: `"vocab embed"`; rows from `config.vocab` on are padding.
+        unembedding: `"vocab embed"`, a parameter as it is; rows from `config.vocab` on are padding.
         unembedding_bias: `"vocab"`, added to the logits, or None.
         looks_ahead: whether the losses of parts of a batch depend on what is measured of the whole.
     """

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from trellis._compat import mapped_over
 from trellis.named import backend
-from trellis.named.arguments import count_of, dtypes_of_jax, ordered, slices_of_jax
+from trellis.named.arguments import count_of, dtypes_of_jax, of_shape, ordered, refuse_keys, slices_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError
 from trellis.named.operand import operand, refuse_dealt
@@ -35,10 +35,16 @@ def lift_along(fn: Callable, *, name: str | None = None, gather: bool = True) ->
             positions along the name are dealt out.
     """
 
+    what = name or getattr(fn, "__name__", "the function")
+
+    @functools.wraps(fn)
+    def checked(array, **kwargs):
+        return of_shape(array.shape, fn(array, **kwargs), what)
+
     @functools.wraps(fn)
     def lifted(x: NamedArray, along: Name, **kwargs) -> NamedArray:
-        with slices_of_jax((x,), name or getattr(fn, "__name__", "the function")):
-            return apply_along(fn, x, along, name=name, gather=gather, **kwargs)
+        with slices_of_jax((x,), what):
+            return apply_along(checked, x, along, name=what, gather=gather, **kwargs)
 
     return lifted
 
@@ -123,6 +129,7 @@ def sort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
     """
     # Of no values the derivative of `_sorted` would be zeros that all devices hold alike.
     run = lambda a, axis: _sorted(descending, a, axis) if a.size else a
+    refuse_keys((x,), "sort")
     return apply_along(run, x, along, name="sort", local=True)
 
 
@@ -151,6 +158,7 @@ def argsort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArr
     Gradient: none; the result is positions.
     Moves: an all-gather along the name where it is sliced.
     """
+    refuse_keys((x,), "argsort")
     return apply_along(jnp.argsort, x, along, local=True, descending=descending)
 
 
@@ -219,7 +227,7 @@ def top_k(x: NamedArray, along: Name, k: int, *, new_name: Name | None = None) -
     Raises:
         NamesError: k is larger than the axis, or an axis given for `new_name` has another size.
     """
-    x = operand(x, "top_k", copies=False)
+    x = operand(x, "top_k", copies=False, keys=False)
     name = _one(x, along, "top_k")
     k = count_of(k, "top_k", f"write top_k(x, '{name}', 2)")
     if not 0 <= k <= x.shape[name]:

@@ -57,6 +57,20 @@ def number_of(value: Any, option: str, what: str, fix: str) -> float:
         ) from error
 
 
+def cap_of(value: Any, what: str, fix: str) -> float | None:
+    """Takes only a soft cap that can be one, as `number_of` does, or None for none.
+
+    Raises:
+        NamesError: it is not above 0: with a cap of 0 all scores would be 0.
+    """
+    if value is None:
+        return None
+    cap = number_of(value, "logit_softcap", what, fix)
+    if not cap > 0:
+        raise NamesError(f"logit_softcap must be more than 0, got {cap}, in {what}: pass None for no cap")
+    return cap
+
+
 _WORDS = r"(?:[^.]|\.\S)*"
 _REFUSALS = (
     r"does not accept|must be integers|requires ndarray|not inexact|not compatible with finfo|complex value|"
@@ -88,6 +102,14 @@ def dtypes_of_jax(args, what: str) -> Generator[None]:
 _OF_KEYS = "draw numbers with them, with trellis.random, or take their bits, with jax.random.key_data"
 
 
+def has_keys(x) -> bool:
+    """Whether it is an array of random keys."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or isinstance(dtype, np.dtype):  # as almost always: a key's is none of NumPy's
+        return False
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def refuse_keys(args, what: str, fix: str = _OF_KEYS) -> None:
     """Takes only numbers.
 
@@ -95,11 +117,22 @@ def refuse_keys(args, what: str, fix: str = _OF_KEYS) -> None:
         NamesError: an array holds random keys.
     """
     for x in args:
-        dtype = getattr(x, "dtype", None)
-        if dtype is None or isinstance(dtype, np.dtype):  # as almost always: a key's is none of NumPy's
-            continue
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if has_keys(x):
             raise NamesError(f"an operation on numbers takes no random keys, got {shown(x)} in {what}: {fix}")
+
+
+def of_shape(shape: tuple[int, ...], made, what: str):
+    """What a function that keeps its operands' dimensions has made of plain arrays.
+
+    Raises:
+        NamesError: an array with other dimensions, or none.
+    """
+    if getattr(made, "shape", None) != shape:
+        raise NamesError(
+            f"a lifted function must keep the dimensions of its operands, got {shown(made)} of {shape}, in {what}: "
+            "take off what it changes, or name the result of the plain arrays with named(...)"
+        )
+    return made
 
 
 def unplaced(error: Exception) -> str | None:
@@ -110,7 +143,8 @@ def unplaced(error: Exception) -> str | None:
     if re.match("(cond|switch) branches must have equal output types", said):  # and differ in how they are sliced
         differ = [line.strip() for line in rest if "@" in line]
         return f"{said.rstrip('.:')}: {differ[0]}" if differ else None
-    known = said.startswith(("Resource axis", "scan body function", "Mapped away dimension"))
+    loops = ("scan body function", "Mapped away dimension", "0th dimension of all xs")
+    known = said.startswith(("Resource axis", *loops))
     known |= said.startswith("Incompatible types for broadcasting") and "@" in said
     return said.rstrip(".:") if known or refuses_slices(error) else None
 
@@ -140,8 +174,9 @@ def ordered(x: Any, what: str) -> None:
     device has them all; XLA has no such reduction over devices.
 
     Raises:
-        NamesError: it is of complex numbers.
+        NamesError: it is of complex numbers or random keys.
     """
+    refuse_keys((x,), what)
     if jnp.issubdtype(getattr(x, "dtype", jnp.float32), jnp.complexfloating):
         raise NamesError(f"complex numbers have no order, got {shown(x)}, in {what}: use real(x) or abs(x)")
 

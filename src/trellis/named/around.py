@@ -8,6 +8,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from trellis._compat import bind, is_tracer, scan_counts
 from trellis.mesh.manual.take import is_narrow
+from trellis.named.backend import to_type
 
 
 def scan_of(body: Callable, carry, moving, *, wide: bool = True, **how):
@@ -56,17 +57,13 @@ def _widened(loop: JaxprEqn, operands: list) -> list:
     """A loop over values of few bits, on these values in float32."""
     constants, carried = scan_counts(loop.params)
     run, types = jaxpr_as_fun(loop.params["jaxpr"]), [x.dtype for x in operands[:constants]]
-    around = [_cast(x, jnp.float32) if any_narrow(x) else x for x in operands[:constants]]
+    around = [to_type(x, jnp.float32) if any_narrow(x) else x for x in operands[:constants]]
 
     def body(carry, moving):
-        results = run(*map(_cast, around, types), *carry, *moving)
+        results = run(*map(to_type, around, types), *carry, *moving)
         return results[:carried], results[carried:]
 
     rest = operands[constants:]
     how = {name: loop.params[name] for name in ("length", "reverse", "unroll")}
     carry, stacks = jax.lax.scan(body, rest[:carried], rest[carried:], **how)
     return [*carry, *stacks]
-
-
-def _cast(x, dtype):
-    return x if x.dtype == dtype else x.astype(dtype)

@@ -18,9 +18,9 @@ from trellis.mesh.layout import POSITIONS, current_layout, is_dealt
 from trellis.mesh.manual.ops import vary
 from trellis.named.arguments import names_of
 from trellis.named.arguments import shown as argument
-from trellis.named.axis import Axis, Name, Names, NamesError, once
+from trellis.named.axis import Axis, Name, Names, NamesError, name_of, once
 from trellis.named.methods import Methods
-from trellis.named.part_size import as_seen
+from trellis.named.part_size import PartSize, as_seen
 from trellis.notation import Dim, PendingSumError, Shape, TypeMismatch, parse, typeof
 from trellis.notation.state import mode_of, state_of
 from trellis.notation.typeof import is_array
@@ -31,6 +31,7 @@ Slices = tuple[tuple[str, ...], ...]
 _reads: contextvars.ContextVar["list[tuple[NamedArray, str]] | None"] = contextvars.ContextVar("reads", default=None)
 # One entry for each that asks now, in any thread: so that it costs no call where nobody does.
 asking: list[None] = []
+_anew = jax.make_user_context(None)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -129,7 +130,9 @@ class NamedArray(Methods):
     @property
     def size(self) -> int:
         """The number of elements of the whole array."""
-        return math.prod(self.shape.values())
+        whole = math.prod(self.shape.values())
+        seen = as_seen(dict.fromkeys(self.names, whole)).values()
+        return next((size for size in seen if isinstance(size, PartSize)), whole)
 
     def axis(self, name: Name) -> Axis:
         """The axis of that name.
@@ -266,7 +269,7 @@ def named(array, names: Names) -> NamedArray:
     words = tuple(e.name if isinstance(e, Axis) else e for e in entries)
     if wrong := [w for w in words if not isinstance(w, str)]:
         raise NamesError(f"a dimension must have a name, got {wrong[0]!r}, in named: write a word")
-    words = tuple(map(str, words))
+    words = tuple(str(name_of(word, "named")) for word in words)
     if repeated := [n for n in words if words.count(n) > 1]:
         raise NamesError(
             f"a name must stand for one dimension only, got '{' '.join(words)}': rename the second '{repeated[0]}'"
@@ -288,7 +291,7 @@ def named(array, names: Names) -> NamedArray:
 def _refuse_unknown_order(array, names: tuple[str, ...]) -> None:
     """Refuses an array whose order of positions is unknown, where they are dealt out (`Layout.dealt`). An array that
     JAX made is in natural order; one taken out of a named array is dealt out. The latter is in slices; a whole one may
-    be either.
+    be either, and so may any on a mesh in auto mode, whose types do not say.
 
     Raises:
         NamesError: it cannot be told.
@@ -296,7 +299,9 @@ def _refuse_unknown_order(array, names: tuple[str, ...]) -> None:
     if not is_dealt(POSITIONS) or not isinstance(array, jax.Array):
         return
     state = state_of(array)
-    if state.mode != "explicit" or set(state.axes[names.index(POSITIONS)]) & set(current_layout().dealt):
+    if state.mode not in ("explicit", "auto"):
+        return
+    if state.mode == "explicit" and set(state.axes[names.index(POSITIONS)]) & set(current_layout().dealt):
         return
     raise NamesError(
         "positions are dealt out over devices here, so the order of an array's positions must be known, got "
@@ -329,6 +334,11 @@ def is_named(x) -> bool:
     return isinstance(x, NamedArray)
 
 
+def traced_anew():
+    """Within it, JAX traces jitted functions anew, and not again after it what it has traced there."""
+    return _anew(object())
+
+
 @contextlib.contextmanager
 def reads() -> Generator[list[tuple[NamedArray, str]]]:
     """Collects the named arrays that are used within, each with the operation, or '' for one that is only passed on."""
@@ -336,7 +346,8 @@ def reads() -> Generator[list[tuple[NamedArray, str]]]:
     before = _reads.set(found)
     asking.append(None)
     try:
-        yield found
+        with traced_anew():  # in what was traced before nothing would be noticed
+            yield found
     finally:
         asking.pop()
         _reads.reset(before)
@@ -400,7 +411,7 @@ def in_natural_order(x: NamedArray, array):
 def _dealt_dims(x: NamedArray) -> list[int]:
     """The dimensions along which an array on the mesh has its positions dealt out."""
     dims = [dim for dim, name in enumerate(x.names) if is_dealt(name)]
-    return dims if dims and state_of(x.array).mode == "explicit" else []
+    return [] if not dims or jax.typeof(x.array).sharding.mesh.empty else dims
 
 
 def shown(x: NamedArray) -> str:

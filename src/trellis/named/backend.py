@@ -202,7 +202,12 @@ def broadcast(a: jax.Array, shape: tuple[int, ...], sharding=None, *, dims: Sequ
         dims: where its dimensions stand; the first ones if not given.
     """
     wide = a.astype(jnp.float32) if sums_wide(a, shape) else a
-    return lax.broadcast_in_dim(wide, shape, dims or range(a.ndim), out_sharding=sharding).astype(a.dtype)
+    return to_type(lax.broadcast_in_dim(wide, shape, dims or range(a.ndim), out_sharding=sharding), a.dtype)
+
+
+def to_type(a: jax.Array, dtype) -> jax.Array:
+    """The array in a type; one that has it stays as it is, since random keys have no cast."""
+    return a if a.dtype == dtype else a.astype(dtype)
 
 
 def summed_in_range(fn: Callable) -> Callable:
@@ -238,16 +243,20 @@ def product(a: jax.Array, b: jax.Array, numbers, *, preferred_element_type=None,
     mapped = bool((layout := current_layout()) and layout.mapped)
     here = state_of(a).mode in ("none", "explicit") and platform_of(a) == "cpu"
     if any(batch) or not one_type or not floats or mapped or not here:
-        sharding = None if spec is None else sharding_on(a, spec)
-        return lax.dot_general(a, b, numbers, preferred_element_type=preferred_element_type, out_sharding=sharding)
+        return plain_product(a, b, numbers, preferred_element_type, spec)
     summed = tuple(tuple(int(i) for i in dims) for dims in summed)
     try:
         return _cpu_product(a, b, summed, spec)
     except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
         if not refuses_copies(error):
             raise
-        sharding = None if spec is None else sharding_on(a, spec)
-        return lax.dot_general(a, b, numbers, out_sharding=sharding)
+        return plain_product(a, b, numbers, None, spec)
+
+
+def plain_product(a: jax.Array, b: jax.Array, numbers, dtype, spec) -> jax.Array:
+    """`jax.lax.dot_general`, with a result of this type, sharded so where the operands do not say it."""
+    sharding = None if spec is None else sharding_on(a, spec)
+    return lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=sharding)
 
 
 def cpu_dot(a: jax.Array, b: jax.Array, numbers, *, spec=None) -> jax.Array:
@@ -263,8 +272,7 @@ def cpu_dot(a: jax.Array, b: jax.Array, numbers, *, spec=None) -> jax.Array:
         spec: how the result is sharded, where the operands do not say it.
     """
     wide = jnp.float32 if a.dtype == jnp.bfloat16 else None
-    sharding = None if spec is None else sharding_on(a, spec)
-    return lax.dot_general(a, b, numbers, preferred_element_type=wide, out_sharding=sharding).astype(a.dtype)
+    return plain_product(a, b, numbers, wide, spec).astype(a.dtype)
 
 
 def copied_turned(x: jax.Array, order: tuple[int, ...]) -> jax.Array:

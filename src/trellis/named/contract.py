@@ -2,6 +2,10 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from trellis.mesh.manual.einsum import einsum_plain
 from trellis.named.arguments import text_of
@@ -25,6 +29,9 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
     Names that stand only on the left are summed. `...` stands for the names that are not written: on the left for those
     of that operand, on the right for all of them, in front. The operands are moved as the layout says; a sum over a
     sliced name leaves partial sums, which are settled to the sharding that the layout gives the result.
+
+    More than two operands are multiplied two at a time, in the order that takes the fewest operations by their whole
+    sizes (of more than four, in a good one), as `jnp.einsum` has it.
 
     Plain arrays in manual mode carry no names: there the text is the type, with
     mesh axes and states, `einsum("batch/d mlp/m, mlp/m embed -> batch/d embed +m", x, w)`.
@@ -87,7 +94,7 @@ def dot(*operands: NamedArray, over: Names, settle: bool = True, preferred_eleme
         that mesh axis.
 
     Args:
-        *operands: two or more named arrays.
+        *operands: two or more named arrays; more than two are multiplied in the order of `einsum`.
         over: the names that are summed. Each is a name of at least two operands (of both, where there are two).
         settle: False leaves partial sums, as in `einsum`.
         preferred_element_type: dtype of the result and its accumulation.
@@ -215,16 +222,17 @@ def _check(equation: str, text: Words, x, rest: bool) -> None:
 
 
 def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bool, mark=None) -> NamedArray:
-    """The product of all, two at a time from the left, summed over every name that the result lacks."""
+    """The product of all, two at a time, summed over every name that the result lacks."""
     check_sizes(arrays, what)
     arrays = on_one_mesh(arrays, what)
-    result = arrays[0]
     if len(arrays) == 1:
-        return transpose(_sum_others(result, out), out)
-    for index, x in enumerate(arrays[1:], start=1):
-        last = index == len(arrays) - 1
-        needed = {*out, *(n for later in arrays[index + 1 :] for n in later.names)}
-        left, right = _sum_alone(result, x, needed)
+        return transpose(_sum_others(arrays[0], out), out)
+    factors = dict(enumerate(arrays))
+    types = tuple((x.names, tuple(x.shape.values())) for x in arrays)
+    for first, second in _order(types, out):
+        others = [n for at, x in factors.items() if at not in (first, second) for n in x.names]
+        last, needed = len(factors) == 2, {*out, *others}
+        left, right = _sum_alone(factors[first], factors.pop(second), needed)
         shared = [n for n in left.names if n in right.names]
         batch = [n for n in shared if n in needed]
         order = out if last else (*batch, *free(left, shared), *free(right, shared))
@@ -232,8 +240,25 @@ def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bo
         settled = settle or not last
         ringed = _overlapped(left, [pair], settled)
         result = pair.multiply(pair.bring(left)) if ringed is None else ringed[0]
-        result = to_layout(result) if settled else result
-    return result
+        factors[first] = to_layout(result) if settled else result
+    return factors[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _order(types: tuple[tuple[Words, tuple[int, ...]], ...], out: Words) -> tuple[tuple[int, int], ...]:
+    """Which factors are multiplied one after the other, as `jnp.einsum` has it; a product stands for its first factor.
+
+    By whole sizes, so that it is the same on every layout.
+    """
+    if len(types) == 2:
+        return ((0, 1),)
+    given: list[Any] = [part for names, sizes in types for part in (jax.ShapeDtypeStruct(sizes, jnp.float32), names)]
+    left, found = list(range(len(types))), []
+    for chosen in jnp.einsum_path(given[0], *given[1:], out, optimize="auto")[0]:
+        first, second = sorted(left.pop(at) for at in sorted(chosen, reverse=True))
+        found.append((first, second))
+        left.append(first)
+    return tuple(found)
 
 
 def _sum_alone(x: NamedArray, y: NamedArray, needed: set[str]) -> tuple[NamedArray, NamedArray]:

@@ -43,7 +43,7 @@ def full(axes: Axes, value, dtype=None) -> NamedArray:
     """An array of one value: `full({"batch": 4, "embed": 8}, 1.0)`.
 
     Names: the given ones.
-    Gradient: none.
+    Gradient: that of `value` is the sum of the elements'; an all-reduce where the array is sliced.
     Moves: nothing; each device makes its own slice.
     """
     if getattr(value, "ndim", 0):
@@ -94,7 +94,7 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
     """`start, start + step, ...` along an axis.
 
     Names: that of `axis`.
-    Gradient: none.
+    Gradient: those of `start` and `step` are sums over the elements'; an all-reduce of each where the axis is sliced.
     Moves: nothing; each device makes its own slice.
 
     Raises:
@@ -124,7 +124,7 @@ def linspace(axis: Axis, *, start=0.0, stop=1.0, dtype=jnp.float32) -> NamedArra
     """Evenly spaced numbers along an axis, both ends included.
 
     Names: that of `axis`.
-    Gradient: none.
+    Gradient: those of `start` and `stop` are sums over the elements'; an all-gather where the axis is sliced.
     Moves: nothing; each device makes its own slice.
     """
     axis = _one_axis(axis, "linspace")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from trellis._compat import is_tracer
 from trellis.mesh.reshard import place
 from trellis.named import backend
-from trellis.named.arguments import dtype_of, dtypes_of_jax, function_of, slices_of_jax
+from trellis.named.arguments import dtype_of, dtypes_of_jax, function_of, of_shape, slices_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import (
@@ -42,10 +42,16 @@ def lift(fn: Callable, *, name: str | None = None) -> Callable[..., NamedArray]:
         NamesError: JAX's types do not know how the function's result is sliced, for an array in slices.
     """
 
+    what = name or getattr(fn, "__name__", "the function")
+
+    @functools.wraps(fn)
+    def checked(*arrays, **kwargs):
+        return of_shape(jnp.broadcast_shapes(*map(jnp.shape, arrays)), fn(*arrays, **kwargs), what)
+
     @functools.wraps(fn)
     def lifted(*args, **kwargs):
-        with slices_of_jax(args, name or getattr(fn, "__name__", "the function")):
-            return by_name(fn, *args, name=name, **kwargs)
+        with slices_of_jax(args, what):
+            return by_name(checked, *args, name=what, **kwargs)
 
     return lifted
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from trellis.named.arguments import function_of, shown
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import NamesError
-from trellis.named.operand import no_copies
+from trellis.named.operand import no_copies, to_differentiate
 from trellis.named.placing import of_each_device
 from trellis.named.refusals import raise_of_derivatives
 from trellis.notation import typeof
@@ -68,10 +68,11 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
 
 
 def _of_each_device(args: tuple, argnums: int | tuple[int, ...]) -> list:
-    """The arguments, what is differentiated as it is inside of a `vmap` over slices."""
+    """The arguments, what is differentiated as it is inside of a `vmap` over slices, and on no device of its own."""
+    own = lambda x: of_each_device(x) if is_named(x) else x
+    move = lambda x: own(to_differentiate(x, "grad"))
     moved = list(args)
     for number in argnums if isinstance(argnums, tuple | list) else (argnums,):
-        move = lambda x: of_each_device(x) if is_named(x) else x
         moved[number] = jax.tree.map(move, args[number], is_leaf=is_named)
     return moved
 
@@ -81,7 +82,7 @@ def _check_value(value: Any, fn: Callable) -> None:
     dtype = _dtype_of(value)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise NamesError(
-            f"only a real number can be differentiated, got {_seen(value)}, in the gradient of `{_name_of(fn)}`: "
+            f"only a real number can be differentiated, got {shown(value)}, in the gradient of `{_name_of(fn)}`: "
             "return a floating-point loss"
         )
 
@@ -102,7 +103,7 @@ def _check_arguments(args: tuple, argnums: int | tuple[int, ...], fn: Callable) 
             dtype = _dtype_of(array)
             if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
                 raise NamesError(
-                    f"only floats can be differentiated, got {_seen(leaf)} in argument {number}, in the gradient of "
+                    f"only floats can be differentiated, got {shown(leaf)} in argument {number}, in the gradient of "
                     f"`{_name_of(fn)}`: take it out of the argument, or cast it with astype"
                 )
     if len({number % len(args) for number in numbers}) < len(numbers):
@@ -114,10 +115,6 @@ def _check_arguments(args: tuple, argnums: int | tuple[int, ...], fn: Callable) 
 def _dtype_of(value: Any) -> Any:
     """Of an array or a number of Python's; None of anything else."""
     return jnp.result_type(value) if isinstance(value, int | float | complex) else getattr(value, "dtype", None)
-
-
-def _seen(value: Any) -> str:
-    return typeof(value) if hasattr(value, "dtype") else shown(value)
 
 
 def _name_of(fn: Callable) -> str:

@@ -1,15 +1,20 @@
 """Indexing and lookups by name."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 
+from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.take import take_plain
+from trellis.named.arguments import has_keys
 from trellis.named.array import NamedArray
 from trellis.named.axis import Name
-from trellis.named.lookup import lookup, refuse_shared
+from trellis.named.lookup import has_zero, lookup, refuse_shared, row
 from trellis.named.operand import no_copies, operand, refuse_cut
 from trellis.named.placing import whole
 from trellis.named.selection import on_mesh, selection, selector
+from trellis.notation.state import state_of
 
 
 def index(x: NamedArray, key) -> NamedArray:
@@ -23,12 +28,12 @@ def index(x: NamedArray, key) -> NamedArray:
     Positions count from 0, negative ones from the end. Numbers, lists and NumPy arrays that are out of range are
     refused; positions that are values of the program read zeros there, on every layout.
 
-    A dimension that is sliced over devices is gathered first for an integer or a slice; one that is looked up stays
-    where it is (see `take`).
+    A dimension that is sliced over devices is gathered first for a slice; for an integer, and where positions are
+    looked up, it stays where it is (see `take`).
 
     Names: those of `x` in order; an integer's goes, positions put theirs in the place of the name.
     Gradient: to the places that were read; as `take` for positions, else nothing moves.
-    Moves: an all-gather along a sliced name for an integer or a slice; as `take` for positions.
+    Moves: an all-gather along a sliced name for a slice; as `take` for an integer and for positions.
 
     Raises:
         NamesError: an absent name, a position outside, a mask inside `jit`.
@@ -37,6 +42,11 @@ def index(x: NamedArray, key) -> NamedArray:
     x = operand(x, "indexing")
     found = selection(x, key, "indexing")
     still = {n: v for n, v in found.items() if not isinstance(v, NamedArray) and v != slice(0, x.shape[n], 1)}
+    for name, value in list(still.items()):
+        if isinstance(value, int) and _in_slices(x, name):
+            with contextlib.suppress(NotImplementedError):  # JAX maps over nothing that begins a pending sum
+                x = row(x, name, value)
+                del still[name]
     x = whole(x, tuple(still), "indexing")
     for name, value in still.items():
         x = _static(x, name, value)
@@ -47,6 +57,14 @@ def index(x: NamedArray, key) -> NamedArray:
     if arrays:
         x = lookup(x, {n: on_mesh(ids, n, "indexing") for n, ids in arrays.items()}, "indexing")
     return single(x)
+
+
+def _in_slices(x: NamedArray, name: str) -> bool:
+    """Whether devices hold slices of numbers along the name: the row of one and zeros of the others add up to it."""
+    state, layout = state_of(x.array), current_layout()
+    if state.mode != "explicit" or state.copied or (layout is not None and layout.mapped):
+        return False
+    return has_zero(x) and x.dtype != jnp.bool_ and bool(state.axes[x.index(name)])
 
 
 def _static(x: NamedArray, name: str, value: int | slice) -> NamedArray:
@@ -76,7 +94,7 @@ def single(x: NamedArray):
     array as it is."""
     if x.names:
         return x
-    return x.array if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.with_array(no_copies(x.array))
+    return x.array if has_keys(x) else x.with_array(no_copies(x.array))
 
 
 def take(x: NamedArray, name: Name, ids) -> NamedArray:

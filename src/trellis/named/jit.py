@@ -320,7 +320,7 @@ def _brought(tree, layout: Layout, put: Callable):
             on_mesh(array, names, "named_jit")
             return x
         layout.check(names, array.shape)
-        array = put(array, layout.sharding(names))
+        array = put(in_order_here(array, x.names) if is_named(x) else array, layout.sharding(names))
         return NamedArray(array, names) if is_named(x) else array
 
     return jax.tree.map(bring, tree, is_leaf=is_named)

@@ -1,14 +1,18 @@
 """Lookups whose collectives are known: each device looks up the rows that it holds."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from trellis._compat import refuses_copies
+from trellis._compat import is_tracer, refuses_copies
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
 from trellis.mesh.manual.take import aligned_rows, rows_here, rows_of
 from trellis.mesh.reshard import place
+from trellis.named.arguments import has_keys
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import check_contained, check_sizes, on_one_mesh, types_of, union
@@ -52,7 +56,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     plan = _Plan(x.names, looked_up, union(ids))
     check_sizes([_renamed(x, plan), *ids], what)
     x, *ids = on_one_mesh([x, *ids], what)
-    together = len(looked_up) > 1 or x.dtype == jnp.float8_e8m0fnu  # e8m0 has no zero for the rows of other devices
+    together = len(looked_up) > 1 or not has_zero(x)
     if together:
         x = whole(x, looked_up, what)
     mode = state_of(x.array).mode
@@ -78,18 +82,33 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
         # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices, and 0.12 no pending sum of
         # an empty array: the compiler partitions.
         return _partitioned(x, ids, plan, where)
-    body = plan.body(pending)
     arrays = [_bring(x, plan, where).array, *(plan.widened(i) for i in ids)]
     out = spec_of([where[n] for n in plan.out], pending)
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in arrays)
     try:
-        array = by_device(body, mesh=own_mesh(x.array), in_specs=specs, out_specs=out)(*arrays)
+        array = _run(x, plan, pending, specs, out, arrays)
     except (NotImplementedError, ValueError) as error:
         # Nor can it map over what begins a pending sum, or over copies, along a name that is whole.
         if isinstance(error, ValueError) and not refuses_copies(error):
             raise
         return _partitioned(x, ids, plan, where)
     return settle_selected(NamedArray(array, plan.out), plan.looked_up)
+
+
+def has_zero(x: NamedArray) -> bool:
+    """Whether devices can give zeros for the rows of others, as scales of narrow numbers (e8m0) and keys have none."""
+    return x.dtype != jnp.float8_e8m0fnu and not has_keys(x)
+
+
+def row(x: NamedArray, name: str, position: int) -> NamedArray:
+    """The values at one position of a name that is sliced, in explicit mode: one device's row and the others' zeros are
+    partial sums, which are settled. Nothing else moves."""
+    axes = dict(zip(x.names, state_of(x.array).axes, strict=True))
+    plan = _Plan(x.names, (name,), ())
+    others = [axes[n] for n in plan.out]
+    specs, out = (spec_of([*axes.values()]), spec_of([])), spec_of(others, axes[name])
+    array = _run(x, plan, axes[name], specs, out, [x.array, jnp.int32(position)])
+    return NamedArray(place(array, tuple(others), (), frozenset(), names=plan.out), plan.out)
 
 
 class _Plan:
@@ -147,6 +166,21 @@ class _Plan:
             return mark_pending(rows_here(table, ids[0], axis, sliced, self.rows), sliced)
 
         return rows
+
+
+def _run(x: NamedArray, plan: "_Plan", pending: Words, specs, out, arrays) -> jax.Array:
+    made = _program if any(is_tracer(a) for a in arrays) else _kept
+    mesh = own_mesh(x.array) or jax.sharding.get_abstract_mesh()
+    return made(plan.names, plan.looked_up, plan.id_names, pending, mesh, specs, out)(*arrays)
+
+
+def _program(names: Words, looked_up: Words, id_names: Words, pending: Words, mesh, specs, out) -> Callable:
+    """A lookup by each device."""
+    return by_device(_Plan(names, looked_up, id_names).body(pending), mesh=mesh, in_specs=specs, out_specs=out)
+
+
+# Outside of any trace one for all that are alike: JAX compiles each anew. In a trace the ledger names the line of each.
+_kept = functools.lru_cache(maxsize=1024)(_program)
 
 
 def _partitioned(x: NamedArray, ids: list[NamedArray], plan: _Plan, where: Assignment) -> NamedArray:

@@ -247,7 +247,7 @@ class Methods:
         """The same values in another dtype."""
         return _operations().astype(self, dtype)
 
-    def rename(self, names: Mapping[Name, Name] | None = None, **more: Name) -> "NamedArray":
+    def rename(self, names: Mapping[Name, Name] | None = None, /, **more: Name) -> "NamedArray":
         """The same array under other names: `k.rename(pos="key_pos")`."""
         return _operations().rename(self, names, **more)
 
@@ -255,7 +255,7 @@ class Methods:
         """The same array with its dimensions in the given order."""
         return _operations().transpose(self, names)
 
-    def rearrange(self, pattern: str, **sizes: int) -> "NamedArray":
+    def rearrange(self, pattern: str, /, **sizes: int) -> "NamedArray":
         """Reorders, splits and merges dimensions."""
         return _operations().rearrange(self, pattern, **sizes)
 

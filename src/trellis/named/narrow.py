@@ -29,11 +29,12 @@ from trellis.mesh.linear import linear
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
+from trellis.named.backend import plain_product
 from trellis.named.blocks import MXFP8, NVFP4, Format, block_of, blocked, cut_by, opened
 from trellis.named.rounding import bytes_for, nearest
 from trellis.named.scaled import scaled_product
 from trellis.notation import spec_of, typeof
-from trellis.notation.state import sharding_on, state_of
+from trellis.notation.state import state_of
 
 Kind = Literal["fp8", "int8", "mxfp8", "nvfp4"]
 
@@ -222,7 +223,8 @@ def rounded(
     """A plain array in narrow numbers, and the scale or scales by which they are multiplied.
 
     The array's gradient does not pass through here. The type's largest number stands for the largest of an array or a
-    tile. If an element is not finite, neither is its scale, nor what is computed from it.
+    tile. If an element is not finite, neither is its scale, nor what is computed from it. A scale that is made from a
+    known element may hide it instead, which `largest` then shows.
 
     Args:
         array: what is rounded.
@@ -241,7 +243,7 @@ def rounded(
     if (form := TYPES[kind].blocks) is None:
         wide, largest = fixed.astype(jnp.float32), None
         if known is not None:
-            largest = jnp.max(jnp.abs(wide))
+            largest = _largest(wide)
             known = jnp.where(lax.stop_gradient(known) > 0, lax.stop_gradient(known), largest)
         values, scale = with_one_scale(wide, kind, gradient=gradient, known=known, widened=widened)
         return Rounded(values, _once(scale, array), largest=largest)
@@ -254,6 +256,15 @@ def rounded(
         )
     values, scales, whole = blocked(fixed, dims, form, chance=chance, hadamard=hadamard, widened=widened)
     return Rounded(values, _once(scales, array), None if whole is None else _once(whole, array))
+
+
+def _largest(wide: jax.Array) -> jax.Array:
+    """The largest of float32 numbers; infinity if one is not a number, which a maximum over devices may lose.
+
+    Their bits are compared, which without a sign are in the order of the numbers, and those of what is none come last.
+    """
+    largest = lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)), jnp.float32)
+    return jnp.where(jnp.isnan(largest), jnp.inf, largest)
 
 
 def with_one_scale(
@@ -272,10 +283,11 @@ def with_one_scale(
     dtype = TYPES[kind].gradient if gradient else TYPES[kind].forward
     whole = jnp.issubdtype(dtype, jnp.integer)
     limit = 127.0 if whole else float(jnp.finfo(dtype).max)
-    largest = jnp.max(jnp.abs(wide)) if known is None else known
+    largest = _largest(wide) if known is None else known
     if over:
         largest = lax.pmax(largest, over)
-    scale = jnp.where(largest > 0, largest / limit, 1.0)
+    # A smaller scale may be zero to a processor, and what is divided by it not finite.
+    scale = jnp.where(largest > 0, jnp.maximum(largest / limit, float(jnp.finfo(jnp.float32).tiny)), 1.0)
     scaled = jnp.clip(wide / scale, -limit, limit)
     if whole:
         scaled = jnp.round(scaled)
@@ -364,7 +376,7 @@ def _derivative(static: _Static, primals, tangents):
 
     def change(fixed, moving):
         (_, narrow_x, narrow_y, _), (dx, dy, _) = fixed, moving
-        dot = functools.partial(_plain, numbers=static.numbers, dtype=static.dtype, spec=static.spec)
+        dot = functools.partial(plain_product, numbers=static.numbers, dtype=static.dtype, spec=static.spec)
         return dot(dx, _opened(narrow_y[0], dx)) + dot(_opened(narrow_x[0], dy), dy)
 
     def gradients(fixed, gradient):
@@ -465,7 +477,7 @@ def multiplied(a: Rounded, b: Rounded, numbers, kind: Kind, dtype, spec=None) ->
     """
     if not TYPES[kind].in_blocks:
         sums = jnp.int32 if jnp.issubdtype(a.values.dtype, jnp.integer) else jnp.float32
-        wide, scale = _plain(a.values, b.values, numbers=numbers, dtype=sums, spec=spec), a.scale * b.scale
+        wide, scale = plain_product(a.values, b.values, numbers, sums, spec), a.scale * b.scale
     elif a.whole is None or b.whole is None:
         return scaled_product(a.values, a.scale, b.values, b.scale, numbers, dtype=dtype, spec=spec)
     else:
@@ -475,11 +487,6 @@ def multiplied(a: Rounded, b: Rounded, numbers, kind: Kind, dtype, spec=None) ->
     if state.mode == "explicit" and (state.pending or state.copied):
         scale = place(scale, (), (), state.pending, names=())
     return (wide.astype(jnp.float32) * scale).astype(dtype)
-
-
-def _plain(a, b, *, numbers, dtype, spec) -> jax.Array:
-    sharding = None if spec is None else sharding_on(a, spec)
-    return lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=sharding)
 
 
 def _opened(narrow: Rounded, like) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import concrete_or_error
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from trellis._compat import is_tracer
 from trellis.mesh.dealing import deal
@@ -23,7 +23,7 @@ from trellis.mesh.reshard import place, scope_name
 from trellis.named.arguments import refuse_keys
 from trellis.named.array import NamedArray, asking, check_rank, notice
 from trellis.named.axis import NamesError
-from trellis.named.part_size import PartSize
+from trellis.named.part_size import PartSize, by_part
 from trellis.notation import Dim, PendingSumError, Shape, spec_of, typeof
 from trellis.notation.state import mode_of, state_of
 
@@ -107,10 +107,10 @@ def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
             f"a layout can only be used on its own mesh, got one for ({mesh_text(layout.mesh)}) where the mesh in "
             f"force is ({mesh_text(here)}), in {what}: make a layout for the mesh in force, or leave out jax.set_mesh"
         )
-    mesh = jax.typeof(array).sharding.mesh
-    if mesh.empty:
-        return _placed(array, names, here, mode)
-    devices = getattr(getattr(array, "sharding", None), "mesh", None) if layout is not None else None
+    mesh, sharding = jax.typeof(array).sharding.mesh, getattr(array, "sharding", None)
+    if mesh.empty or isinstance(sharding, SingleDeviceSharding):  # its type stays if `jax.device_put` takes it there
+        return _placed(array, names, mode)
+    devices = getattr(sharding, "mesh", None) if layout is not None else None
     if not same_mesh(mesh, here) or (
         devices is not None and isinstance(array, jax.Array) and _elsewhere(devices, layout)
     ):
@@ -121,6 +121,22 @@ def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
             "with shard(x) or shard(x, 'compute')"
         )
     return array
+
+
+def to_differentiate(x, what: str):
+    """A named or plain array as JAX differentiates it under the mesh in force: not on a device of its own.
+
+    Raises:
+        MeshError: it lies on another mesh.
+    """
+    array = x.array if isinstance(x, NamedArray) else x
+    if not on_one_device(array) or mode_of(jax.sharding.get_abstract_mesh()) in ("none", "manual"):
+        return x
+    if isinstance(array.sharding, SingleDeviceSharding):
+        array = jnp.asarray(jax.device_get(array))
+    elif isinstance(x, NamedArray):
+        array = on_mesh(array, x.names, what)
+    return x.with_array(array) if isinstance(x, NamedArray) else array
 
 
 def on_one_mesh(operands: list[NamedArray], what: str) -> list[NamedArray]:
@@ -184,7 +200,7 @@ def _elsewhere(devices, layout) -> bool:
     return not is_tracer(devices) and isinstance(devices, jax.sharding.Mesh) and devices != layout.mesh
 
 
-def _placed(array, names: tuple[str, ...], here, mode: str) -> jax.Array:
+def _placed(array, names: tuple[str, ...], mode: str) -> jax.Array:
     layout = current_layout()
     axes = ((),) * len(names) if layout is None else layout.assign(names)
     if layout is not None:
@@ -225,7 +241,7 @@ def made_in_order(array, names: tuple[str, ...], what: str):
 def _dealt_out(array, names: tuple[str, ...], what: str):
     for dim, (name, size) in enumerate(zip(names, array.shape)):
         if slices := slices_dealt(name, size, what):
-            array = deal(jnp.asarray(array), slices, dim)
+            array = deal(jnp.asarray(jax.device_get(array) if on_one_device(array) else array), slices, dim)
     return array
 
 
@@ -281,19 +297,22 @@ def refuse_pending(x: NamedArray, what: str) -> None:
         )
 
 
-def refuse_cut(names, what: str) -> None:
-    """Refuses to compute along a name that a pipeline cuts: a layer sees only a part.
+def refuse_cut(names, what: str, *, summed: bool = False) -> None:
+    """Refuses to compute along a name of which the program sees only a part, as a layer of a pipeline does.
+
+    Args:
+        summed: whether it is a sum, which a model whose batch is cut makes of what it measures.
 
     Raises:
         NamesError: one of the names is cut.
     """
     layout = current_layout()
     cut = [n for n in names if n in layout.cut] if layout is not None and layout.cut else []
-    if cut:
+    if cut and not (summed and layout.sums):
+        who, fix = by_part("move it out of the layers", "sum, and only for what the model measures")
         raise NamesError(
-            f"a layer in a pipeline must compute each row of '{cut[0]}' on its own, got {what} along '{cut[0]}', of "
-            "which it sees only a microbatch: move it out of the layers, or remove the layers from the layout's "
-            "compute"
+            f"{who} must compute each row of '{cut[0]}' on its own, got {what} along '{cut[0]}', of which it sees only "
+            f"a microbatch: {fix}"
         )
 
 

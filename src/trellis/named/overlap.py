@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from trellis.mesh.by_device import by_device
+from trellis.mesh.by_device import unchecked
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.mesh.ring import Moved, Names, Ring, gather_products, local_product, scatter_products
@@ -27,7 +27,7 @@ from trellis.named.array import NamedArray
 from trellis.named.pair import Pair
 from trellis.named.placing import Assignment, bring, missing_axes, move
 from trellis.named.saving import PRODUCT
-from trellis.notation import Dim, Shape, spec_of
+from trellis.notation import Dim, Shape
 from trellis.notation.state import State, mesh_of, state_of
 from trellis.notation.struct import check_divides
 
@@ -63,10 +63,10 @@ class _Rings:
         return Ring(axis=self.axis, both_ways=True, chunks=1 if self.moved.size % 2 else 2)
 
     def run(self, local, taken, given, *arrays):
-        """Runs a program for one device's slices. No gradients are taken of it, so JAX need not know what varies."""
-        spec = lambda state: spec_of(state.axes, state.pending, state.copied)
-        specs = [jax.tree.map(spec, states, is_leaf=lambda s: isinstance(s, State)) for states in (tuple(taken), given)]
-        return by_device(local, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*arrays)
+        """Runs a program for one device's slices, in which JAX need not know what varies."""
+        states, form = jax.tree.flatten(given, is_leaf=lambda s: isinstance(s, State))
+        out = unchecked(lambda *slices: tuple(jax.tree.leaves(local(*slices))), taken, states, *arrays)
+        return form.unflatten(out)
 
     @property
     def whole(self) -> State:

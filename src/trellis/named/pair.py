@@ -31,7 +31,7 @@ class Pair:
     """
 
     def __init__(self, x: NamedArray, y: NamedArray, summed: Words, out: Words, dtype=None, mark: Mark | None = None):
-        refuse_cut(summed, "a sum in a product")
+        refuse_cut(summed, "a sum in a product", summed=True)
         self.x, self.y, self.summed, self.out, self.dtype, self.mark = x, y, summed, out, dtype, mark
         self.where: Assignment | None = assign([x, y], tuple(dict.fromkeys((*x.names, *y.names))))
 

@@ -21,6 +21,13 @@ def as_seen(sizes: dict[str, int]) -> "dict[str, Any]":
     return {name: PartSize(name, size) if name in layout.cut else size for name, size in sizes.items()}
 
 
+def by_part(of_layer: str, of_model: str) -> tuple[str, str]:
+    """What sees only a part of the rows, a layer of a pipeline or a whole model, and what to do about it."""
+    if (layout := current_layout()) is not None and layout.sums:
+        return "a model whose batch is cut into parts", f"{of_model}, or train with one microbatch and no stages"
+    return "a layer in a pipeline", f"{of_layer}, or remove the layers from the layout's compute"
+
+
 @functools.total_ordering
 class PartSize:
     """How many positions of a name a layer of a pipeline sees: a size, but not a number to compute with.
@@ -58,10 +65,10 @@ class PartSize:
         Raises:
             NamesError: always.
         """
+        who, fix = by_part("pass the number to the layers as an argument", "write the number out")
         raise NamesError(
-            f"a layer in a pipeline must compute each row of '{self._name}' on its own, got a number made from the "
-            f"count of rows, of which it sees {self._size}: pass the number to the layers as an argument, or remove "
-            "the layers from the layout's compute"
+            f"{who} must compute each row of '{self._name}' on its own, got a number made from the count of rows, of "
+            f"which it sees {self._size}: {fix}"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from trellis._compat import is_tracer
 from trellis.mesh.manual.take import is_narrow
-from trellis.named.arguments import count_of, mapping_of, names_of
+from trellis.named.arguments import count_of, mapping_of, names_of, refuse_keys
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, NamesError, name_of
 from trellis.named.index import positions, single
@@ -153,6 +153,7 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
     """
     zero = isinstance(value, int | float) and value == 0
     x = operand(x, "pad with another value than 0", pending=zero)
+    refuse_keys((x,), "pad")
     fix = "write pad(x, {'pos': (1, 0)})"
     asked = mapping_of(widths, "pad", fix).items()
     along = {x.names[x.index(n)]: [count_of(s, "pad", fix) for s in names_of(width, "pad", fix)] for n, width in asked}

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from trellis.mesh.layout import POSITIONS, current_layout, is_dealt
 from trellis.mesh.manual.take import is_narrow
 from trellis.named.along import apply_along
-from trellis.named.array import NamedArray, is_named
+from trellis.named.arguments import has_keys
+from trellis.named.array import NamedArray, is_named, traced_anew
 from trellis.named.axis import Axes, Axis, Name, NamesError, axes_of, name_of
 from trellis.named.create import layout_spec
 from trellis.named.dealing import deal
@@ -65,7 +66,7 @@ def uniform(key, axes: Axes, dtype=jnp.float32, minval=0.0, maxval=1.0, *, at: s
     """Uniform numbers from `minval` to `maxval`, the latter not included.
 
     Names: the given ones.
-    Gradient: none.
+    Gradient: those of `minval` and `maxval` are sums over the elements'; an all-reduce of each where they are sliced.
     Moves: nothing; each device draws its own slice.
     """
     return _sample(jax.random.uniform, key, axes, at, dtype=dtype, minval=minval, maxval=maxval)
@@ -75,7 +76,7 @@ def truncated_normal(key, axes: Axes, lower, upper, dtype=jnp.float32, *, at: st
     """Normal numbers, restricted to between `lower` and `upper`.
 
     Names: the given ones.
-    Gradient: none.
+    Gradient: those of `lower` and `upper` are sums over the elements'; an all-reduce of each where they are sliced.
     Moves: nothing; each device draws its own slice.
     """
     return _sample(jax.random.truncated_normal, key, axes, at, lower=lower, upper=upper, dtype=dtype)
@@ -189,7 +190,8 @@ def for_part(number: jax.Array) -> Generator[None]:
     is the same for all parts."""
     token = _part.set(number)
     try:
-        yield
+        with traced_anew():  # a jitted function would keep the number
+            yield
     finally:
         _part.reset(token)
 
@@ -223,7 +225,7 @@ def plain_key(key, what: str):
         NamesError: several keys, or no key.
     """
     array = key.array if is_named(key) else key
-    keys = jnp.issubdtype(getattr(array, "dtype", jnp.float32), jax.dtypes.prng_key)
+    keys = has_keys(array)
     old = not keys and not is_named(key) and getattr(array, "shape", None) == (2,)  # jax.random.PRNGKey's
     if not old and (not keys or array.shape):
         raise NamesError(

@@ -10,7 +10,7 @@ from trellis.named.reshape import merge_axes, split_axis, transpose
 from trellis.notation import NotationError, typeof
 
 
-def rearrange(x: NamedArray, pattern: str, **sizes: int) -> NamedArray:
+def rearrange(x: NamedArray, pattern: str, /, **sizes: int) -> NamedArray:
     """Reorders, splits and merges: `rearrange(x, "batch (heads head_dim) -> batch heads head_dim", heads=8)`.
 
     On the left a group `(a b)` stands for one dimension that is split; which

@@ -30,12 +30,12 @@ def names_of(x: NamedArray, over: Names | None, what: str) -> tuple[str, ...]:
         NamesError: one is absent, repeated, of another size, or not a name.
     """
     if over is None:
-        refuse_cut(x.names, what)
+        refuse_cut(x.names, what, summed=what == "sum")
         return x.names
     asked = over if isinstance(over, tuple | list | set | frozenset) else (over,)
     names = tuple(x.names[x.index(o)] for o in asked)
     once(names, what)
-    refuse_cut(names, what)
+    refuse_cut(names, what, summed=what == "sum")
     return names
 
 
@@ -215,7 +215,7 @@ def _attained(fn: Callable, array, axis: tuple[int, ...] | None = None, where=No
     if axis is None or not backend.loses_nan(array, axis):
         return made
     lost = jnp.any(jnp.isnan(array), axis=axis, where=where)
-    return made * jnp.where(lost, jnp.asarray(jnp.nan, made.dtype), jnp.asarray(1, made.dtype))
+    return made * jnp.where(lost, np.array(np.nan, made.dtype), np.array(1, made.dtype))  # NumPy's: no NaN is made
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -12,10 +12,12 @@ from trellis.frames import users_line
 from trellis.mesh.manual.refusals import raise_of_gradient
 from trellis.mesh.meshes import MeshError
 from trellis.named.arguments import unplaced
-from trellis.notation import TypeMismatch
+from trellis.notation import PendingSumError, TypeMismatch
 
 # How JAX 0.10.2 to 0.12.0 refuses, while it compiles, functions whose definitions say nothing of slices.
 _WHILE_COMPILING = ("select `which` must be scalar", "Use `.at[...].get(out_sharding=)`")
+# How JAX 0.10.2 and 0.12.0 refuse partial sums that a compiled function holds as constants.
+_HOLDS_PARTIAL_SUMS = ("device_indices_map doesn't work with unreduced", "sharding does not support UniqueIndexDomains")
 # The mesh axes of a dimension, as JAX writes a type.
 _SLICES = re.compile(r"@(\([^)]*\)|\w+)")
 
@@ -31,6 +33,7 @@ def jaxs_in_our_words(name: str, verb: str) -> Generator[None]:
     Raises:
         MeshError: a result that lies nobody knows where, with the user's line and what to write instead.
         TypeMismatch: as `raise_of_derivatives`.
+        PendingSumError: the function holds partial sums that were computed outside of it.
     """
     try:
         yield
@@ -46,6 +49,11 @@ def raise_in_our_words(error: Exception, name: str, verb: str) -> None:
     raise_of_derivatives(error, name)
     if said := unplaced(error):
         _refuse_unplaced(error, said, verb)
+    if any(words in str(error) for words in _HOLDS_PARTIAL_SUMS):
+        raise PendingSumError(
+            f"a compiled function cannot hold partial sums that were computed outside of it, got one that {name} reads "
+            f"from around it, in {verb}: pass it as an argument, or settle it first"
+        ) from error
 
 
 def _refuse_unplaced(error: Exception, said: str, verb: str) -> NoReturn:
@@ -83,33 +91,43 @@ def raise_of_derivatives(error: Exception, name: str) -> None:
         _raise_of_a_rule(error, name)
 
 
-# What JAX says of a rule of one's own, a `custom_vjp`'s and a `custom_jvp`'s; and what the rule is to be.
+_ENDS = (
+    "end the rule with shard({0}) for a parameter's, with shard({0}, 'compute') for an activation's, or with a reshard"
+)
+
+# What JAX says of a rule of one's own, a `custom_vjp`'s and a `custom_jvp`'s, and of what a function of `jax.vjp` is
+# given; what it is to be; what to write; and whether a mapped function may have read it from around it.
 _RULES = {
     r"rule produced an output of type (?P<given>\S+) corresponding to an input of type (?P<wanted>\S+)": (
         "a custom backward rule must return each gradient sharded like its argument, got {given} for an argument of "
         "{wanted}",
-        "gradient",
+        _ENDS.format("gradient"),
+        True,
     ),
     r"rule must produce primal and tangent outputs .*?Expected (?P<wanted>\S+) .*? got (?P<given>\S+)": (
         "a custom forward rule must return each tangent sharded like its result, got {given} for a result of {wanted}",
-        "tangent",
+        _ENDS.format("tangent"),
+        False,
+    ),
+    r"argument to VJP function: got (?P<given>\S+), but expected (?P<wanted>\S+) because": (
+        "what jax.vjp gives must be called with a gradient sharded like the function's result, got {given} for a "
+        "result of {wanted}",
+        "end the function with shard(result, 'compute'), and call with shard(gradient, 'compute')",
+        False,
     ),
 }
 
 
 def _raise_of_a_rule(error: Exception, name: str) -> None:
     """Puts JAX's error about a rule whose gradient or tangent is not where it belongs into our words."""
-    for said, (rule, what) in _RULES.items():
+    for said, (rule, fix, around) in _RULES.items():
         found = re.search(said, str(error), re.DOTALL)
         types = {} if found is None else {key: text.rstrip(".,") for key, text in found.groupdict().items()}
         if types and types["given"] != types["wanted"] and _unsliced(types["given"]) == _unsliced(types["wanted"]):
             # What a mapped function reads from around it lies over the mapped mesh axes, which `shard` leaves out.
             mapped = "; what a function for vmap reads from around it, make an argument of that function"
-            mapped = mapped if what == "gradient" and _SLICES.search(types["wanted"]) else ""
-            raise TypeMismatch(
-                f"{rule.format(**types)}, in the gradient of `{name}`: end the rule with shard({what}) for a "
-                f"parameter's, with shard({what}, 'compute') for an activation's, or with a reshard{mapped}"
-            ) from error
+            mapped = mapped if around and _SLICES.search(types["wanted"]) else ""
+            raise TypeMismatch(f"{rule.format(**types)}, in the gradient of `{name}`: {fix}{mapped}") from error
 
 
 def _unsliced(text: str) -> str:

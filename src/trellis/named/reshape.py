@@ -16,7 +16,7 @@ from trellis.notation import spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
 
 
-def rename(x: NamedArray, names: Mapping[Name, Name] | None = None, **more: Name) -> NamedArray:
+def rename(x: NamedArray, names: Mapping[Name, Name] | None = None, /, **more: Name) -> NamedArray:
     """The same array under other names: `rename(k, pos="key_pos")`. Nothing moves.
 
     Names: the new ones.

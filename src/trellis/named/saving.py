@@ -1,9 +1,8 @@
 """What is kept for the backward pass: marked where it is made, chosen by a policy."""
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Callable, Generator
+import functools
+from collections.abc import Callable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -31,11 +30,11 @@ def save(x, name: str, *, if_named: bool = False):
     mark = f"{name}{IF_NAMED}" if if_named else name
     marked = jax.tree.map(lambda a: checkpoint_name(a, mark), x)
     # Or a compiler would move what comes back from the host before it has come: libtpu gathers it between hosts.
-    return jax.lax.optimization_barrier(marked) if _OFFLOADS.get() else marked
+    return jax.lax.optimization_barrier(marked) if _offloads.value else marked
 
 
-# Whether what is being traced may keep what it marks in the host's memory.
-_OFFLOADS: contextvars.ContextVar[bool] = contextvars.ContextVar("offloads", default=False)
+# Whether what is being traced may keep what it marks in the host's memory: JAX keys its traces by it.
+_offloads = jax.make_user_context(False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,15 +123,9 @@ def only(*names: str, offload: tuple[str, ...] = ()) -> Keep:
     return Keep(names=names, offload=offload)
 
 
-# Whether a layer that is written out is being traced, of which compilers would keep what it makes again.
-_WRITTEN_OUT: contextvars.ContextVar[bool] = contextvars.ContextVar("written_out", default=False)
-
-
-@contextlib.contextmanager
-def layer_written_out(fenced: bool) -> Generator[None]:
-    """Within it, parts of a layer that have a `checkpoint` of their own are fenced, if the layer is."""
-    with _set(_WRITTEN_OUT, fenced):
-        yield
+# Within it, parts of a layer that have a `checkpoint` of their own are fenced, if the layer is: `True` for one that is
+# written out, of which compilers would keep what it makes again. JAX keys its traces by it, too.
+layer_written_out = jax.make_user_context(False)
 
 
 def checkpoint(fn: Callable, policy: Keep | Callable | None, *, fenced: bool | None = None) -> Callable:
@@ -159,15 +152,14 @@ def checkpoint(fn: Callable, policy: Keep | Callable | None, *, fenced: bool | N
         )
     chosen = policy.policy() if isinstance(policy, Keep) else policy
     if isinstance(policy, Keep) and policy.offload != ():
-        fn = _set(_OFFLOADS, True)(fn)
-    return jax.checkpoint(fn, policy=chosen, prevent_cse=_WRITTEN_OUT.get() if fenced is None else fenced)
+        fn = _offloading(fn)
+    return jax.checkpoint(fn, policy=chosen, prevent_cse=layer_written_out.value if fenced is None else fenced)
 
 
-@contextlib.contextmanager
-def _set(variable: contextvars.ContextVar[bool], value: bool) -> Generator[None]:
-    """Within it, or in calls of a function that it decorates, a variable has this value."""
-    before = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(before)
+def _offloading(fn: Callable) -> Callable:
+    @functools.wraps(fn)
+    def offloading(*args, **kwargs):
+        with _offloads(True):
+            return fn(*args, **kwargs)
+
+    return offloading

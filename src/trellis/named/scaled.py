@@ -8,14 +8,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from trellis.mesh.by_device import by_device
 from trellis.mesh.manual.ops import mark_pending, vary
-from trellis.named.backend import multiplies_blocks, on_accelerator
+from trellis.named.backend import multiplies_blocks, on_accelerator, plain_product
 from trellis.named.blocks import MXFP8, NVFP4, opened
 from trellis.notation import spec_of
-from trellis.notation.state import sharding_on, state_of
+from trellis.notation.state import state_of
 
 Dims = tuple[int, ...]
 
@@ -33,11 +32,7 @@ def scaled_product(a, sa, b, sb, numbers, *, dtype, spec=None) -> jax.Array:
     if multiplies_blocks(a) and _fits(a, sa, numbers[0][0]) and _fits(b, sb, numbers[0][1]):
         return _by_kernel(a, sa, b, sb, numbers, spec).astype(dtype)
     exact = jnp.bfloat16 if on_accelerator(a) else jnp.float32
-    sharding = None if spec is None else sharding_on(a, spec)
-    wide = lax.dot_general(
-        opened(a, sa, exact), opened(b, sb, exact), numbers, preferred_element_type=jnp.float32, out_sharding=sharding
-    )
-    return wide.astype(dtype)
+    return plain_product(opened(a, sa, exact), opened(b, sb, exact), numbers, jnp.float32, spec).astype(dtype)
 
 
 def _fits(values, scales, summed: Dims) -> bool:

@@ -9,6 +9,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.take import is_narrow
 from trellis.mesh.reshard import place
 from trellis.named import backend
+from trellis.named.arguments import has_keys, refuse_keys
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.index import index
@@ -99,6 +100,8 @@ class Place:
         numbers = {n: v for n, v in found.items() if isinstance(v, int)}
         slices = {n: v for n, v in found.items() if isinstance(v, slice) and v != slice(0, self.x.shape[n], 1)}
         refuse_others((value,), what)
+        if method != "set" or has_keys(self.x) != has_keys(value):
+            refuse_keys((self.x, value), what)
         given = [operand(value, what)] if isinstance(value, NamedArray) else []
         x, *rest = on_one_mesh([self.x, *arrays.values(), *given], what)
         arrays = dict(zip(arrays, rest, strict=False))
@@ -163,7 +166,7 @@ class _Update:
             raise NamesError(
                 f"an update takes a number or a named array, got {typeof(value)}, in {self.what}: name its dimensions"
             )
-        program = self._program(method, value, names)
+        program = self._program(method, value)
         if state.mode == "explicit" and any(axes.values()):
             specs = tuple(spec_of(state_of(a).axes) for a in (plain, *arrays))
             program = by_device(program, mesh=own_mesh(x.array), in_specs=specs, out_specs=specs[0])
@@ -209,12 +212,12 @@ class _Update:
                 f"{typeof(value)} for a place of {wrong[0]}={sizes[wrong[0]]}, in {self.what}: slice it"
             )
         kept = tuple(n for n in names if n in value.names)
-        value = value.with_array(value.array.astype(self.x.dtype))
+        value = value.with_array(backend.to_type(value.array, self.x.dtype))
         array = transpose_array(value.array, [kept.index(n) for n in value.names])
         moved = self._whole(array, kept, value, axes)
         return widen(NamedArray(moved, kept), tuple(names))
 
-    def _program(self, method: str, value, names: list[str]):
+    def _program(self, method: str, value):
         x, count, mapped = self.x, len(self.ids), len(self.aligned)
         layout = current_layout()
         how = dict(out_sharding=PartitionSpec()) if layout is not None and layout.mapped else {}
@@ -227,8 +230,8 @@ class _Update:
         wide = jnp.float32 if count and method in _GATHERING and is_narrow(x) else x.dtype
 
         def program(array, *rest):
-            ids, given = rest[:count], [new.astype(wide) for new in rest[count:]]
-            array = array.astype(wide)
+            ids, given = rest[:count], [backend.to_type(new, wide) for new in rest[count:]]
+            array = backend.to_type(array, wide)
             shape = jnp.broadcast_shapes(*(i.shape for i in ids)) if ids else ()
             ids = [jnp.transpose(jnp.broadcast_to(i, shape), id_turn) for i in ids]
 
@@ -247,7 +250,7 @@ class _Update:
             if given:
                 whole = [*array_shape(given[0], mapped, array, turn)]
                 given = [backend.broadcast(given[0], tuple(whole))]
-            return jnp.transpose(run(jnp.transpose(array, turn), *ids, *given), back).astype(x.dtype)
+            return backend.to_type(jnp.transpose(run(jnp.transpose(array, turn), *ids, *given), back), x.dtype)
 
         def array_shape(value, mapped: int, array, turn):
             """The value's shape, full along what is mapped."""

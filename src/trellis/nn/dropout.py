@@ -18,7 +18,7 @@ class Dropout(eqx.Module):
     True
 
     Attributes:
-        rate: the probability, from 0 to 1.
+        rate: the probability, at least 0 and below 1.
     """
 
     rate: float = eqx.field(static=True)

@@ -5,12 +5,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from trellis.named import NamedArray, random
-from trellis.named.axis import axes_of
+from trellis.named import Axis, NamedArray, NamesError, random
+from trellis.named.axis import Names, axes_of, name_of
 from trellis.named.create import layout_spec
 
 
-def weight(key, axes, *, over: str | tuple[str, ...], scale: float = 1.0, dtype=jnp.float32) -> NamedArray:
+def weight(key, axes, *, over: Names, scale: float = 1.0, dtype=jnp.float32) -> NamedArray:
     """A weight of a product, normal with variance `scale**2 / fan_in`, truncated at three deviations.
 
     Names: the given ones.
@@ -26,10 +26,19 @@ def weight(key, axes, *, over: str | tuple[str, ...], scale: float = 1.0, dtype=
         over: the names that the product sums over; their sizes multiply to fan-in.
         scale: factor on the deviation.
         dtype: of the stored parameter.
+
+    Raises:
+        NamesError: `axes` has none of these names, or lacks one.
     """
-    over = (over,) if isinstance(over, str) else over
-    fan_in = math.prod(axis.size for axis in axes_of(axes) if axis.name in over)
-    return normal(key, axes, deviation=scale / math.sqrt(fan_in), dtype=dtype)
+    sizes = {axis.name: axis.size for axis in axes_of(axes, "weight")}
+    summed = {name_of(name, "weight") for name in ((over,) if isinstance(over, str | Axis) else over)}
+    if not summed or not summed <= {*sizes}:
+        raise NamesError(
+            f"a weight must have the names that its product sums over, got over={over!r} for axes "
+            f"{', '.join(map(str, axes_of(axes)))}, in weight: name one of these, or several"
+        )
+    fan_in = math.prod(size for name, size in sizes.items() if name in summed)
+    return normal(key, axes, deviation=scale / math.sqrt(max(fan_in, 1)), dtype=dtype)
 
 
 def normal(key, axes, *, deviation: float, dtype=jnp.float32) -> NamedArray:

@@ -32,20 +32,20 @@ class RMSNorm(eqx.Module):
 
 
 class LayerNorm(eqx.Module):
-    """Layer norm (Ba et al., 2016, arXiv:1607.06450): `(x - mean) / deviation * scale + bias`."""
+    """Layer norm (Ba et al., 2016, arXiv:1607.06450): `(x - mean) / deviation * scale + bias`, over the names of the
+    scale."""
 
     scale: Scale
     bias: Bias | None
     eps: float = eqx.field(static=True)
 
     @staticmethod
-    def init(axis: Axis, eps: float, *, bias: bool = True) -> "LayerNorm":
-        return LayerNorm(constant(axis, 1.0), constant(axis, 0.0) if bias else None, eps)
+    def init(axes: Axis | tuple[Axis, ...], eps: float, *, bias: bool = True) -> "LayerNorm":
+        return LayerNorm(constant(axes, 1.0), constant(axes, 0.0) if bias else None, eps)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        (name,) = self.scale.names
         wide = x.astype(jnp.float32)
-        wide = wide - wide.mean(name)
-        wide = wide * rsqrt((wide * wide).mean(name) + self.eps)
+        wide = wide - wide.mean(self.scale.names)
+        wide = wide * rsqrt((wide * wide).mean(self.scale.names) + self.eps)
         out = wide.astype(x.dtype) * self.scale.astype(x.dtype)
         return out if self.bias is None else out + self.bias.astype(x.dtype)

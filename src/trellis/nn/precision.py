@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from trellis.choices import check_choices
 from trellis.errors import UserError
 from trellis.frozen import FrozenMap
 from trellis.named import Narrow, is_named, random
@@ -64,6 +65,7 @@ class Precision:
     optimizer do not fit otherwise."""
 
     def __post_init__(self):
+        check_choices(self)
         object.__setattr__(self, "moments", FrozenMap(self.moments))
         object.__setattr__(self, "exceptions", FrozenMap(self.exceptions))
         object.__setattr__(self, "products", FrozenMap(self.products))

@@ -9,7 +9,7 @@ import numpy as np
 
 from trellis.errors import UserError
 from trellis.mesh.layout import current_layout
-from trellis.named import Axis, NamedArray, cos, einsum, multiply, outer, sin
+from trellis.named import Axis, NamedArray, NamesError, cos, einsum, multiply, outer, sin
 from trellis.named.arguments import number_of
 from trellis.named.backend import swaps_by_product
 from trellis.named.operand import operand
@@ -139,7 +139,18 @@ QUERY = ("batch", "pos", "heads", "head_dim")
 
 
 def frequencies(size: int, theta: float, scaling: Scaling | None = None) -> np.ndarray:
-    """Radians a position, `f64["size/2"]`: theta ** (-2i / size), scaled."""
+    """Radians a position, `f64["size/2"]`: theta ** (-2i / size), scaled.
+
+    Raises:
+        NamesError: the size is not even, or theta not above 0.
+    """
+    if size % 2:
+        raise NamesError(
+            f"rotary embeddings need an even number of elements, since they rotate pairs, got {size}, in frequencies: "
+            "use an even head_dim, or rotate fewer with pairs"
+        )
+    if not theta > 0:
+        raise NamesError(f"theta must be more than 0, got theta={theta}, in frequencies: use 1e4, or more")
     plain = theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     return plain if scaling is None else scaling(plain)
 
@@ -162,10 +173,18 @@ def rotary_tables(
         scaling: for contexts longer than in training.
         pairs: rotate neighbours, and only in the first so many elements, as GPT-J does; None rotates
             an element of the first half with its counterpart in the second.
+
+    Raises:
+        NamesError: as for `frequencies`, or `pairs` is more than `head_dim`.
     """
     theta = number_of(
         theta, "theta", "rotary_tables", "pass a Python number, or scale the positions by the learned value"
     )
+    if pairs is not None and not 0 <= pairs <= head_dim.size:
+        raise NamesError(
+            f"no more elements can be rotated than there are, got pairs={pairs} of {head_dim}, in rotary_tables: use "
+            f"{head_dim.size} or fewer"
+        )
     if pairs is None:
         rates = np.tile(frequencies(head_dim.size, theta, scaling), 2)
     else:
@@ -215,8 +234,7 @@ def _turned(x: NamedArray, name: str, pairs: bool) -> NamedArray:
         swap[second, first] = -1
         swap[first, second] = 1
         matrix = NamedArray(jnp.asarray(swap, x.dtype), (name, "turned"))
-        names = " ".join(x.names)
-        out = names.replace(name, "turned")
+        names, out = (" ".join(n if n != name else own for n in x.names) for own in (name, "turned"))
         return einsum(f"{names}, {name} turned -> {out}", x, matrix).rename(turned=name)
     axis = x.index(name)
     if pairs:

@@ -31,12 +31,14 @@ class Bindings:
         pending: the pending sums that products left in this call (manual mode), for messages.
         slices: the slices that texts made in this call (manual mode): JAX's types do not say which dimension a mesh
             axis slices, nor which of two axes is the major one.
+        single: whether types have the mesh axes of one device (manual mode).
     """
 
     function: str
     sizes: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     pending: list[Shape] = dataclasses.field(default_factory=list)
     slices: dict[int, tuple[object, Shape]] = dataclasses.field(default_factory=dict)
+    single: bool = False
 
     def made(self, array, shape: Shape):
         """Notes which shape a text gave an array, and returns it."""

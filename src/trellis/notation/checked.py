@@ -1,6 +1,7 @@
 """`@checked`: every call is checked against the annotations."""
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -15,11 +16,11 @@ from trellis.notation.binding import Bindings, TypeMismatch, binding, check_arra
 from trellis.notation.shape import Shape
 from trellis.notation.typeof import is_array, is_named, typeof
 
-_on = os.environ.get("TRELLIS_CHECK", "0") not in ("", "0")
+_on = contextvars.ContextVar("checks", default=os.environ.get("TRELLIS_CHECK", "0") not in ("", "0"))
 
 
 def checking(on: bool | None = None):
-    """Turns checks on or off; without an argument, says whether they are on.
+    """Turns checks on or off in this thread; without an argument, says whether they are on.
 
     They are off unless the environment has TRELLIS_CHECK=1; off, they cost one comparison a call. Manual mode
     (`shard_map`) always checks: it reads its shardings from the annotations.
@@ -31,20 +32,19 @@ def checking(on: bool | None = None):
     Returns:
         Without an argument, a bool. With one, a context manager that restores the earlier setting at its end.
     """
-    global _on
     if on is None:
-        return _on
-    before, _on = _on, bool(on)
+        return _on.get()
+    before = _on.get()
+    _on.set(bool(on))
     return _restore(before)
 
 
 @contextlib.contextmanager
 def _restore(before: bool):
-    global _on
     try:
         yield
     finally:
-        _on = before
+        _on.set(before)
 
 
 def checked(fn: Callable) -> Callable:
@@ -75,7 +75,7 @@ def checked(fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
-        if not _on:
+        if not _on.get():
             return fn(*args, **kwargs)
         hints = hints_of(fn)
         bindings = Bindings(name)

@@ -49,6 +49,12 @@ def mode_of(mesh) -> str:
     return "auto"
 
 
+def axes_in(spec, rank: int) -> tuple[Axes, ...]:
+    """For each of so many dimensions, the mesh axes over which a spec slices it."""
+    parts = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec.partitions]
+    return (*parts, *[()] * (rank - len(parts)))
+
+
 def state_of(x) -> State:
     """The state of a plain array, tracer or `ShapeDtypeStruct`."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
@@ -64,8 +70,7 @@ def state_of(x) -> State:
         return State("manual" if manual else "none", whole)
     mode = mode_of(mesh)
     spec = sharding.spec
-    parts = [() if p is None else (p,) if isinstance(p, str) else tuple(p) for p in spec.partitions]
-    axes = tuple(parts) + ((),) * (rank - len(parts))
+    axes = axes_in(spec, rank)
     if mode != "manual":
         return State(mode, axes, frozenset(spec.unreduced), frozenset(spec.reduced))
     mat = getattr(aval, "mat", None)

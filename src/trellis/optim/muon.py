@@ -1,6 +1,7 @@
 """Muon on sharded arrays: Optax's rule, with whole matrices moved to one device each."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -10,9 +11,10 @@ from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from trellis.errors import UserError
+from trellis.mesh.by_device import by_device
 from trellis.mesh.route import Axes
 from trellis.nn.parameters import Parameter, Role
-from trellis.notation import typeof
+from trellis.notation import spec_of, typeof
 from trellis.notation.state import state_of
 from trellis.optim.config import Muon
 from trellis.optim.groups import by_group, label, moved, sides
@@ -27,8 +29,9 @@ def muon(config: Muon) -> optax.GradientTransformation:
     Neither includes the learning rate or weight decay.
 
     Momentum is kept in the parameters' sharding. The Newton-Schulz iteration needs whole matrices, so each update is
-    moved there and back. In between, its leading axis, the layers, is sliced over as many devices as divide it, and its
-    matrices are whole. That is one all-to-all each way, and if there are enough layers no work is done twice.
+    moved there and back. In between its matrices are whole, and sliced by their number: layers and experts stay where
+    they are, and go over as many of the other devices as divide them. That is one all-to-all each way, and if there are
+    enough matrices no work is done twice.
 
     Args:
         config: the rule.
@@ -75,19 +78,26 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
     stack = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     rule = scale_by_muon(ns_steps=iterations, beta=0.0, nesterov=False, weight_dimension_numbers=stack)
 
-    def one(update: jax.Array, sides: tuple[tuple[int, ...], ...]) -> jax.Array:
-        many = tuple(a for a in range(update.ndim) if a not in sides[0] + sides[1])
+    def whole(update: jax.Array, sides: tuple[tuple[int, ...], ...], many: tuple[int, ...]) -> jax.Array:
         order = many + sides[0] + sides[1]
         rows, columns = (math.prod(update.shape[a] for a in side) for side in sides)
-        ordered = moved(update, _whole_matrices(update, sliced=many[:1] == (0,))).transpose(order)
+        ordered = update.transpose(order)
         # One step at a time: JAX follows a sharding through one merge of axes, not through two.
         matrices = ordered.reshape(*(update.shape[a] for a in many), rows, columns)
         flat = matrices.reshape(-1, rows, columns)
         change: Any = rule.update(flat, rule.init(flat))[0]
         result = change * (update_rms * math.sqrt(max(rows, columns)))
         back = result.reshape(matrices.shape).reshape(ordered.shape)
-        back = back.transpose([order.index(a) for a in range(len(order))])
-        return moved(back, state_of(update).axes)
+        return back.transpose([order.index(a) for a in range(len(order))])
+
+    def one(update: jax.Array, sides: tuple[tuple[int, ...], ...]) -> jax.Array:
+        many = tuple(a for a in range(update.ndim) if a not in sides[0] + sides[1])
+        axes = _whole_matrices(update, many)
+        each = functools.partial(whole, sides=sides, many=many)
+        if any(axes[1:]):  # nor through a merge of axes that are sliced behind the first
+            spec = spec_of(axes)
+            each = by_device(each, mesh=jax.typeof(update).sharding.mesh, in_specs=spec, out_specs=spec)
+        return moved(each(moved(update, axes)), state_of(update).axes)
 
     def update_fn(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
         found = label(updates, lambda p: _Sides(sides(p)))
@@ -96,12 +106,16 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
 
 
-def _whole_matrices(x: jax.Array, *, sliced: bool) -> Axes:
-    """Slices the leading axis, if it may be `sliced`, over as many mesh axes as divide it, and nothing else."""
+def _whole_matrices(x: jax.Array, many: tuple[int, ...]) -> Axes:
+    """Whole matrices, sliced by their number: as they are, and over the other mesh axes where one of `many` divides."""
     mesh = jax.typeof(x).sharding.mesh
-    axes, parts = [], 1
-    for axis, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
-        if sliced and kind == AxisType.Explicit and x.shape[0] % (parts * size) == 0:
-            axes.append(axis)
-            parts *= size
-    return (tuple(axes), *[()] * (x.ndim - 1))
+    sizes, state = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), state_of(x)
+    axes = [slices if a in many and state.mode == "explicit" else () for a, slices in enumerate(state.axes)]
+    used = {axis for slices in axes for axis in slices}
+    free = [a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
+    over: list[list[str]] = [[] for _ in axes]
+    ways = lambda a: math.prod(sizes[axis] for axis in (*axes[a], *over[a]))
+    for axis in sorted((a for a in free if a not in used), key=lambda a: -sizes[a]):  # four share what two would repeat
+        if (first := next((a for a in many if x.shape[a] % (sizes[axis] * ways(a)) == 0), None)) is not None:
+            over[first].append(axis)
+    return tuple((*slices, *sorted(more, key=free.index)) for slices, more in zip(axes, over, strict=True))

@@ -13,7 +13,7 @@ from trellis.train.trackers import read_lines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """The files of a run that its page shows. Any but the metrics may be missing.
+    """The files of a run that its page shows. Any but the metrics may be missing, and those in a run without a step.
 
     Attributes:
         name: the folder's name.
@@ -36,14 +36,18 @@ class RunFolder:
     left: bool = False
 
 
-def read_folder(folder: Path) -> RunFolder:
+def read_folder(folder: Path, *, begun: bool = True) -> RunFolder:
     """Reads a run's folder.
+
+    Args:
+        folder: the run's folder.
+        begun: whether the run must have made a step. If not, it has no lines before that.
 
     Raises:
         UserError: it holds no metrics, or damaged files.
     """
     check_path(folder)
-    if not (folder / "metrics.jsonl").is_file():
+    if not (folder / "metrics.jsonl").is_file() and (begun or not (folder / "run.yaml").is_file()):
         raise UserError(
             "The folder of a run must contain its metrics.",
             seen="no metrics.jsonl" if folder.is_dir() else "no such folder",

@@ -2,7 +2,9 @@
 
 import http
 import http.server
+import sys
 from pathlib import Path
+from typing import Any
 
 from trellis.errors import UserError
 from trellis.figures.html import tag
@@ -49,8 +51,13 @@ def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.Thre
         def log_message(self, format: str, *args: object) -> None:
             pass
 
+    class Server(http.server.ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if not isinstance(sys.exception(), ConnectionError):  # a browser that left or reloaded is no error
+                super().handle_error(request, client_address)
+
     try:
-        return http.server.ThreadingHTTPServer((host, port), Handler)
+        return Server((host, port), Handler)
     except OSError as error:
         fix = "use --port 0, or another --host"
         seen = error.strerror or str(error)

@@ -6,14 +6,19 @@ from collections.abc import Callable
 
 from trellis.errors import UserError
 from trellis.figures import numbers
-from trellis.inspect.work import ANEW
+from trellis.inspect.work import ANEW, TURNED
 from trellis.nn.moe.dispatch import WORDS
+from trellis.plan.adapt import DATA_AXES
 from trellis.plan.quick import Plan
 from trellis.plan.roofline import work_line
 
 _AGAIN = "--remat.policy full --remat.names ''"
 _NARROW = "--precision.compute bfloat16"
-_INSIDE = "--layout.preset hybrid"
+_NETWORK = "the network between hosts or slices"
+# Mesh axes over which activations move.
+_OF_ACTIVATIONS = ("model", "context", "context_y", "stage")
+# How attention reaches keys of other slices, and what moves then.
+_REACHES = {"ring": "permute", "gather": "all-gather", "exchange": "all-to-all"}
 # What a change must gain for it to be offered: below it, the model of time cannot tell.
 _WORTH = 1.01
 
@@ -26,34 +31,63 @@ class Trial:
         plan: the plan.
         planned: the plan with more options, as the command line takes them; a `UserError` if it refuses them. None:
             nothing can be tried, and what might help is offered.
+        larger: the options of a larger batch; empty if it is not known what sets it.
     """
 
     plan: Plan
     planned: Callable[[str], Plan] | None = None
+    larger: str = ""
+
+    def more_tokens(self) -> list[str]:
+        """More tokens a device, if they help; a step that does not fit has too many already."""
+        if not self.plan.fits:
+            return []
+        if not self.larger:
+            return ["more tokens a device (a larger --batch_size)"]
+        return self.helping((f"more tokens a device ({self.larger})", self.larger))
+
+    def inside(self, words: str) -> list[tuple[str, str]]:
+        """A copy of the model on each host or slice, in words with `{}` for the option; nothing if that is so."""
+        plan, target = self.plan, self.plan.target
+        hosts, copies = target.shape[0] if target.chip.kind == "gpu" else target.num_slices, plan.mesh.get("replica", 1)
+        option = "--layout.preset hybrid" if copies == 1 else f"--mesh.replica {hosts}"
+        return [(words.format(option), option)] if copies < hosts else []
 
     def helping(self, *offers: tuple[str, str]) -> list[str]:
-        """The sentences, of pairs with options, whose options make the step faster, and let it fit if it does."""
+        """The sentences, of pairs with options, whose options make the step faster, and let it fit if it does; if not,
+        they take no more memory."""
         return [sentence for sentence, options in offers if self._helps(options)]
 
+    def shortens(self, wait: str, options: str) -> bool:
+        """Whether these options help, and a smaller share of the step then waits for this."""
+        new, share = self._tried(options), lambda plan: plan.times.by_bound().get(wait, 0.0) / max(plan.seconds, 1e-30)
+        return new is not None and share(new) < share(self.plan) and self._better(new)
+
     def _helps(self, options: str) -> bool:
-        if self.planned is None:
-            return True
+        return self.planned is None or ((new := self._tried(options)) is not None and self._better(new))
+
+    def _better(self, new: Plan) -> bool:
+        plan = self.plan
+        fits = new.fits or (not plan.fits and new.memory.peak <= plan.memory.peak)
+        return fits and new.tokens_per_second > _WORTH * plan.tokens_per_second
+
+    def _tried(self, options: str) -> Plan | None:
         try:
-            new = self.planned(options)
+            return self.planned(options) if self.planned is not None else None
         except (UserError, ValueError):  # a size that does not divide, or options that do not go together
-            return False
-        return new.tokens_per_second > _WORTH * self.plan.tokens_per_second and (new.fits or not self.plan.fits)
+            return None
 
 
-def advice(plan: Plan, planned: Callable[[str], Plan] | None = None) -> list[str]:
+def advice(plan: Plan, planned: Callable[[str], Plan] | None = None, larger: str = "") -> list[str]:
     """Changes worth making, the most important first; empty if nothing stands out.
 
     Args:
         plan: the plan.
         planned: the same run's plan with more options, as the command line takes them. If given, options are advised
             only if they make the step faster.
+        larger: the options of a larger batch, to try; empty if it is not known what sets it.
     """
-    found, trial = [], Trial(plan, planned)
+    found, trial = [], Trial(plan, planned, larger)
     if not plan.fits:
         found += _to_fit(plan)
     found += [f"attention does without its kernel: {why}" for why in plan.refused]
@@ -79,18 +113,29 @@ def advice(plan: Plan, planned: Callable[[str], Plan] | None = None) -> list[str
             f"{waits / total:.0%} of the step waits for the host's memory: keep fewer activations there "
             "(--remat.names)" + "".join(trial.helping((f", or compute them again ({_AGAIN})", _AGAIN)))
         )
-    if bound.get("memory", 0.0) / total > 0.3:
+    of_memory = plan.fits and bound.get("memory", 0.0) / total > 0.3
+    if of_memory and (not larger or trial.shortens("memory", larger)):
         found.append(
             f"{bound['memory'] / total:.0%} of the step waits for memory bandwidth: more tokens a device make products "
-            "larger, which read each weight for more tokens"
+            f"larger, which read each weight for more tokens{f' ({larger})' * bool(larger)}"
         )
-    anew = sum(work_line(piece, plan.target.chip).seconds for piece in plan.work if piece.alone == ANEW)
-    if anew > 0.03 * total:
+    alone = lambda what: sum(work_line(piece, plan.target.chip).seconds for piece in plan.work if piece.alone == what)
+    if (turns := alone(TURNED)) > 0.03 * total:
+        axes = "/".join(axis for axis in DATA_AXES if plan.mesh.get(axis, 1) > 1)
+        by_words = f"--layout.preset data --layout.params.vocab {axes} --layout.params.embed {axes}"
+        found += trial.helping(
+            (
+                f"{turns / total:.0%} of the step turns tables, slices of whose width end within a tile: slice them by "
+                f"words ({by_words})",
+                by_words,
+            )
+        )
+    if (anew := alone(ANEW)) > 0.03 * total:
         found.append(
             f"{anew / total:.0%} of the step lays experts out anew, slices of whose widths are gathered in another "
             "order: slice them by number (--layout.params.experts, over mesh axes that divide it)"
         )
-    return found + _products(trial, total)
+    return found + _products(trial, total) + _update(trial, total)
 
 
 def _products(trial: Trial, total: float) -> list[str]:
@@ -119,6 +164,24 @@ def _products(trial: Trial, total: float) -> list[str]:
     return found
 
 
+def _update(trial: Trial, total: float) -> list[str]:
+    """What to do about an optimizer's products, of matrices that are whole on a device: Muon's."""
+    plan = trial.plan
+    pieces = [piece for piece in plan.work if (piece.kind, piece.direction) == ("product", "update")]
+    share = sum(work_line(piece, plan.target.chip).seconds for piece in pieces) / total
+    ways = math.prod(plan.mesh.get(axis, 1) for axis in DATA_AXES)
+    if share < 0.1 or trial.planned is None:
+        return []
+    for first in (ways // other for other in range(2, ways // 2 + 1) if ways % other == 0):
+        sizes = f"--mesh.data {first} --mesh.data_y {ways // first} --mesh.data_z 1"
+        if trial.helping((sizes, sizes)):
+            return [
+                f"{share:.0%} of the step are the optimizer's products of whole matrices, which devices along a mesh "
+                f"axis that does not divide the layers repeat: use axes that do ({sizes})"
+            ]
+    return []
+
+
 def _to_fit(plan: Plan) -> list[str]:
     """What takes the memory. The options that make it fit are those of `ways_to_fit`, which tries them."""
     found = []
@@ -143,25 +206,40 @@ def _links(trial: Trial, axes: tuple[str, ...], share: float) -> list[str]:
     exchanged = sum(seconds for kind, seconds in waits if kind == "all-to-all")
     if {"expert", "expert_y"}.intersection(axes) and exchanged > 0.5 * sum(seconds for _, seconds in waits):
         return _exchange(trial, axes, share)
+    moved = [line for line in plan.times.lines if line.axes == axes and line.role == "activations"]
+    sliced = next((axis for axis in _OF_ACTIVATIONS if axis in axes), None)
+    if sliced and sum(line.seconds - line.hidden for line in moved) > 0.5 * sum(seconds for _, seconds in waits):
+        return _activations(trial, axes, sliced, share)
     if plan.links.crosses_network(axes):
-        inside = "".join(trial.helping((f"keep weights inside ({_INSIDE}), or ", _INSIDE)))
-        return [
-            f"{share:.0%} of the step waits for the network between hosts or slices ({axis}): {inside}give each device "
-            "more tokens a step"
-        ]
-    if "model" in axes:
-        kinds = {line.kind for line in plan.times.lines if "model" in line.axes and line.role == "activations"}
-        sliced, rings = "reduce-scatter" in kinds, "permute" in kinds
+        waits_for = f"{_NETWORK} ({axis})"
+        able = trial.helping(*trial.inside("keep weights inside ({})")) + trial.more_tokens()
+    else:
+        waits_for, able = f"weights and gradients over {axis}", trial.more_tokens()
+        if plan.target.chip.kind == "tpu":  # on GPUs a run asks for what there is
+            able.append("compiler options that move them under computation (`compiler_options` of this chip's recipes)")
+    return [f"{share:.0%} of the step waits for {waits_for}: {', or '.join(able)}"] if able else []
+
+
+def _activations(trial: Trial, axes: tuple[str, ...], sliced: str, share: float) -> list[str]:
+    """What to do about activations, of which more tokens a device move more."""
+    plan = trial.plan
+    less = f"--mesh.{sliced} {max(plan.mesh[sliced] // 2, 1)}"
+    offers = [(f"use less of it ({less})", less)]
+    kinds = {line.kind for line in plan.times.lines if sliced in line.axes and line.role == "activations"}
+    if sliced == "model" and "permute" not in kinds:
         by_types = "--layout.mode explicit " if plan.ledger.auto else ""  # an overlapped product needs it
-        more = f"{by_types}--layout.overlap mlp,heads" if sliced else "--layout.preset fsdp_tensor_sequence"
-        less = f"--mesh.model {max(plan.mesh.get('model', 1) // 2, 1)}"
-        offers = [(f"use less of it ({less})", less), *([] if rings else [(more, more)])]
-        able = trial.helping(*offers)
-        return [f"{share:.0%} of the step waits for activations over {axis}: {', or '.join(able)}"] if able else []
-    return [
-        f"{share:.0%} of the step waits for weights and gradients over {axis}: more tokens a device (a larger "
-        "--batch_size), or compiler options that move them under computation"
-    ]
+        rings = f"{by_types}--layout.overlap mlp,heads"
+        more = rings if "reduce-scatter" in kinds else "--layout.preset fsdp_tensor_sequence"
+        offers.append((more, more))
+    if sliced == "context":
+        others = [f"--layout.context {how}" for how, kind in _REACHES.items() if kind not in kinds]
+        offers += zip(others, others)
+    over = ",".join(axes)
+    if plan.links.crosses_network(axes):
+        over = f"{over}, {_NETWORK}"
+        offers += trial.inside("a copy of the model on each host ({})")
+    able = trial.helping(*offers)
+    return [f"{share:.0%} of the step waits for activations over {over}: {', or '.join(able)}"] if able else []
 
 
 def _exchange(trial: Trial, axes: tuple[str, ...], share: float) -> list[str]:

@@ -42,6 +42,16 @@ class Candidate:
         return self.plan.seconds if self.plan else self.sketch.seconds
 
     @property
+    def speed(self) -> float:
+        """Tokens a second over all devices in that time; 0.0 if it was not planned."""
+        return self.plan.tokens / self.seconds if self.plan else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """The MFU in that time; 0.0 if it was not planned."""
+        return self.plan.mfu * self.plan.seconds / self.seconds if self.plan else 0.0
+
+    @property
     def peak(self) -> float:
         """The best known memory of a device."""
         if self.verdict is not None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import sys
 import tempfile
@@ -311,8 +312,9 @@ _EFFORT = (
 
 
 def _key(text: str, target: Target, options: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    effort = [str(getattr(jax.config, name, None)) for name in _EFFORT]
-    said = json.dumps([_FORMAT, target.compiler_name, sorted(options.items()), sorted(versions.items()), effort])
+    around = [str(getattr(jax.config, name, None)) for name in _EFFORT]
+    around += [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    said = json.dumps([_FORMAT, target.compiler_name, sorted(options.items()), sorted(versions.items()), around])
     return hashlib.sha256((said + text).encode()).hexdigest()[:32]
 
 

@@ -29,9 +29,10 @@ def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> 
 
 
 def why_won(found: Found) -> str:
-    """What the winner saves over the next best mesh that fits; empty if it is the only one."""
+    """What the winner saves over the next best mesh that fits, by the same source; empty if it is the only one."""
     winner, mesh = found.winner, lambda c: dataclasses.asdict(c.run.mesh)
     others = [c for c in found.candidates if winner and c.plan and c.fits and mesh(c) != mesh(winner)]
+    others = [c for c in others if (c.verdict is None) == (winner.verdict is None)]
     if not others:
         return ""
     other = min(others, key=lambda c: c.seconds)
@@ -71,7 +72,7 @@ def frontier_rows(found: Found) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         mesh = " ".join(f"{a}={s}" for a, s in dataclasses.asdict(c.run.mesh).items() if s > 1)
         mark = "*" if c in found.frontier else ""
         by = "compiled" if c.verdict is not None else "types"
-        speed = numbers.count(c.plan.tokens_per_second) if c.plan else ""
+        speed = numbers.count(c.speed) if c.plan else ""
         rows.append(
             (mark, numbers.seconds(c.seconds), numbers.size(c.peak), speed, mesh, c.layout,
              str(c.parts), c.keeps, by, why_lost(c, found.winner, found.target))
@@ -109,7 +110,7 @@ def search_json(found: Found) -> dict[str, Any]:
                 "step_seconds": c.seconds,
                 "peak": c.peak,
                 "fits": c.fits,
-                "mfu": c.plan.mfu if c.plan else None,
+                "mfu": c.mfu if c.plan else None,
                 "compiled": c.verdict is not None,
                 "frontier": c in found.frontier,
                 "why": why_lost(c, found.winner, found.target),

@@ -1,17 +1,20 @@
 """The physical links that a mesh axis runs over, and how fast a collective over it can be.
 
-The last mesh axes communicate most, so they are placed first, each on the sides of the torus that its size fills
-exactly (as `jax.experimental.mesh_utils` does). An axis that does not fit that way fills parts of sides, which are
-lines and not rings. On GPU nodes the last axes stay inside a host. The first axes cross hosts or slices.
+On a torus the mesh says where the devices of each axis are: on whole sides, which may be rings, or on parts of sides,
+which are lines. On GPU nodes the last axes stay inside a host. The first axes cross hosts or slices.
 """
 
 import dataclasses
-import itertools
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
 
 from trellis.errors import UserError
 from trellis.hardware.chips import Target
+from trellis.hardware.described import described_devices
+from trellis.mesh.meshes import arrange
 
 # The share of the published rate that a collective reaches: TPU torus links 45 of 50 GB/s (the scaling book's one-way
 # rates); NCCL's bus bandwidth on NVSwitch about 360 of 450 GB/s.
@@ -170,64 +173,60 @@ def check_tiles(mesh: Mapping[str, int], target: Target) -> None:
 
 
 def links_of(mesh: Mapping[str, int], target: Target) -> Links:
-    """Puts a mesh on a target, its last axis first.
+    """Puts a mesh on a target.
 
     >>> from trellis.hardware.chips import target
     >>> links_of({"data": 16, "model": 16}, target("v5e:16x16")).describe("model")
-    'ring of 16 on side 1'
+    'ring of 16 on side 0'
 
     Raises:
         UserError: the mesh does not fill the target.
     """
     check_tiles(mesh, target)
     chip = target.chip
-    rate = chip.link_bandwidth * EFFICIENCY[chip.kind]
-    network = chip.network_bandwidth * NETWORK_EFFICIENCY
+    if chip.torus:
+        return Links(target, _on_torus(tuple(mesh.items()), target))
     parts: dict[str, list[Segment]] = {axis: [] for axis in mesh}
-    if not chip.torus:
-        hosts, per_host = target.shape
-        left = per_host
-        for axis in reversed(list(mesh)):
-            inside = math.gcd(mesh[axis], left)
-            left //= inside
-            if inside > 1:
-                parts[axis].append(Segment(inside, "NVLink", rate))
-            if mesh[axis] > inside:
-                parts[axis].append(Segment(mesh[axis] // inside, "network", network))
-        return Links(target, {axis: tuple(p) for axis, p in parts.items()})
-    # The length that is still free, by side
-    free = dict(enumerate(target.shape))
-    cores, slices = chip.devices_per_chip, target.num_slices
-    for position, axis in reversed(list(enumerate(mesh))):
-        size = mesh[axis]
-        earlier = math.prod(list(mesh.values())[:position])
-        if cores > 1 and size % cores == 0:
-            parts[axis].append(Segment(cores, "core", rate * CORE_TO_CORE))
-            size, cores = size // cores, 1
-        across = math.gcd(size, slices) if earlier % slices else 1  # the first axes cross slices
-        if across > 1:
-            size, slices = size // across, slices // across
-        for side, part in _sides(size, free, target.shape):
-            apart = target.shape[side] // free[side]  # what is already placed lies between
-            ring = part * apart == target.shape[side] and target.wrap[side]
-            parts[axis].append(Segment(part, "torus", rate * (2 if ring else 1) / apart, ring, side, apart))
-            free[side] //= part
-        if across > 1:
-            parts[axis].append(Segment(across, "network", network))
+    left = target.shape[1]
+    for axis in reversed(list(mesh)):
+        inside = math.gcd(mesh[axis], left)
+        left //= inside
+        if inside > 1:
+            parts[axis].append(Segment(inside, "NVLink", chip.link_bandwidth * EFFICIENCY[chip.kind]))
+        if mesh[axis] > inside:
+            network = chip.network_bandwidth * NETWORK_EFFICIENCY
+            parts[axis].append(Segment(mesh[axis] // inside, "network", network))
     return Links(target, {axis: tuple(p) for axis, p in parts.items()})
 
 
-def _sides(size: int, free: Mapping[int, int], shape: Sequence[int]) -> list[tuple[int, int]]:
-    """The sides, and how much of each, that make up `size`: whole sides if some do, else parts of sides."""
-    whole = [side for side, left in free.items() if left == shape[side] and left > 1]
-    for count in range(len(whole), 0, -1):
-        for sides in itertools.combinations(reversed(whole), count):
-            if math.prod(free[side] for side in sides) == size:
-                return [(side, free[side]) for side in sorted(sides)]
-    taken = []
-    for side in sorted(free, key=lambda side: (free[side] != size, -side)):
-        part = math.gcd(size, free[side])
-        if part > 1:
-            taken.append((side, part))
-            size //= part
-    return taken
+@functools.lru_cache(maxsize=1024)
+def _on_torus(mesh: tuple[tuple[str, int], ...], target: Target) -> dict[str, tuple[Segment, ...]]:
+    """The links along each axis, by where the devices of this mesh are."""
+    chip, parts = target.chip, {}
+    rate = chip.link_bandwidth * EFFICIENCY[chip.kind]
+    devices = arrange(described_devices(target), [axis for axis, _ in mesh], [size for _, size in mesh])
+    for number, (axis, size) in enumerate(mesh):
+        group = np.moveaxis(devices, number, 0).reshape(size, -1)[:, 0]
+        slices, cores = (len({getattr(device, of) for device in group}) for of in ("slice_index", "core_on_chip"))
+        near = {device.coords for device in group if device.slice_index == group[0].slice_index}
+        found = [Segment(cores, "core", rate * CORE_TO_CORE)] if cores > 1 else []
+        for side, count, apart in _sides(near, target.shape):
+            ring = count * apart == target.shape[side] and target.wrap[side]
+            found.append(Segment(count, "torus", rate * (2 if ring else 1) / apart, ring, side, apart))
+        if slices > 1:
+            found.append(Segment(slices, "network", chip.network_bandwidth * NETWORK_EFFICIENCY))
+        parts[axis] = tuple(found)
+    return parts
+
+
+def _sides(places: Collection[tuple[int, ...]], shape: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The sides of a torus that some of its chips are along, how many on each, and how many links apart.
+
+    >>> _sides([(0, 0), (0, 2), (1, 0), (1, 2)], (2, 4))
+    [(0, 2, 1), (1, 2, 2)]
+    """
+    on = [sorted({place[side] for place in places}) for side in range(len(shape))]
+    if math.prod(map(len, on)) != len(places):  # JAX bends a ring through a small slice: they take turns along a side
+        longest = max(range(len(shape)), key=lambda side: on[side][-1] - on[side][0])
+        return [(longest, len(places), max(shape[longest] // len(places), 1))]
+    return [(side, len(at), at[1] - at[0]) for side, at in enumerate(on) if len(at) > 1]

@@ -27,8 +27,8 @@ from trellis.plan.candidate import Candidate, promising, with_less_kept
 from trellis.plan.quick import quick_plan
 from trellis.plan.sketch import sketch
 from trellis.plan.ways_to_fit import POLICIES, some_names
-from trellis.run.config import Run
-from trellis.run.layouts import MeshSizes
+from trellis.run.config import Remat, Run
+from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.run.lengths import as_of_phase
 from trellis.train.assemble import layout_of
 
@@ -125,9 +125,11 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
                 sizes |= {"stage": stages, "context": context, "context_y": 1, "model": model}
                 sizes |= {"expert": near, "expert_y": expert_y}
                 mesh = dataclasses.replace(run.mesh, **sizes)
+                rings = run.layout.overlap if model > 1 and preset != "fsdp_tensor" else ()
                 layout = dataclasses.replace(
-                    run.layout, preset=preset, mode="explicit", context=kind, context_y=None, **schedule.stages
-                )
+                    run.layout, preset=preset, mode="explicit", context=kind, context_y=None, overlap=rings,
+                    **schedule.stages,
+                )  # fmt: skip
                 microbatches = run.microbatches if schedule.microbatches == run.parts else schedule.microbatches
                 for policy, names in policies:
                     changed = dataclasses.replace(
@@ -235,8 +237,10 @@ def _options(before: Run, after: Run) -> dict[str, str]:
         get = operator.attrgetter(name)
         if get(before) != get(after):
             found[name] = get(after)
-    if before.remat.names != after.remat.names:
-        found["remat.names"] = ",".join(after.remat.names)
+    for name in ("remat.names", "layout.overlap"):
+        get = operator.attrgetter(name)
+        if get(before) != get(after):
+            found[name] = ",".join(get(after))
     if before.batch_size != after.batch_size:
         entries = [dataclasses.asdict(entry) for entry in after.batch_sizes()]
         found["batch_size"] = str(after.batch_size) if isinstance(after.batch_size, int) else json.dumps(entries)
@@ -285,7 +289,7 @@ def search(
     whole, run, written = run, run.at(start), written or run
     refused = functools.cache(functools.partial(_refused, described_devices(target), whole))
     for variant, options in variants(run, target, written):
-        if why := refused(variant.mesh, variant.layout, variant.microbatches):
+        if why := refused(variant.mesh, variant.layout, variant.microbatches, variant.accumulation):
             refusals.append(why)
         elif not whole.lengths:
             found.append((variant, options))
@@ -325,10 +329,20 @@ def search(
     return Found(target, len(sketched), tuple(planned), tuple(sorted(frontier, key=lambda c: c.seconds)), best(able))
 
 
-def _refused(devices: Sequence[Any], run: Run, mesh, layout, microbatches: int | None) -> UserError | None:
+def _refused(
+    devices: Sequence[Any],
+    run: Run,
+    mesh: MeshSizes,
+    layout: LayoutChoice,
+    microbatches: int | None,
+    accumulation: Literal["pending", "sharded"],
+) -> UserError | None:
     """Why a run cannot be computed on this mesh; None if it can."""
+    changed = {"mesh": mesh, "layout": layout, "microbatches": microbatches, "accumulation": accumulation}
+    if mesh.stage > 1 and run.remat.policy == "offload":  # variants with stages have other policies
+        changed["remat"] = Remat(policy="full")
     try:
-        for phase in dataclasses.replace(run, mesh=mesh, layout=layout, microbatches=microbatches).phases():
+        for phase in dataclasses.replace(run, **changed).phases():
             layout_of(phase.run, devices)
     except UserError as error:
         return error

@@ -6,6 +6,7 @@ explicit mode carry placements through the program, forward. Sizes on a device a
 where a compiler decides otherwise.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +70,9 @@ class _Places:
         value = operation.results[0]
         if is_auto(value.aval):
             spec = specs[self.left[call] % len(specs)]
-            self.by_sharding(value, NamedSharding(value.aval.sharding.mesh, spec))
+            by_hand = state_by(NamedSharding(value.aval.sharding.mesh, spec), len(value.shape))
+            inside = self.states[operation.operands[0]].axes  # along mesh axes that are left to the compiler
+            self.by_axes(value, tuple(map(operator.add, by_hand.axes, inside)))
         self.left[call] += 1
 
     def within(self, operation: Operation) -> None:

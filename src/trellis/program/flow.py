@@ -10,7 +10,7 @@ from trellis.program.reading import ENTER, LEAVE, Body, Frame, Operation, Progra
 
 # The same numbers under another name, in another order, or a part of them.
 VIEWS = frozenset(
-    "name reshape squeeze expand_dims transpose slice copy pvary reduce_precision stop_gradient "
+    "name reshape squeeze expand_dims transpose slice copy pvary reduce_precision "
     "optimization_barrier layout_constraint".split()
 ) | {ENTER, LEAVE}
 # The same numbers elsewhere, or rounded.
@@ -19,6 +19,8 @@ MOVES = frozenset("reshard convert_element_type all_gather all_gather_reduced al
 _MIXING = ("dot_general", "ragged_dot", "conv_", "reduce_", "gather", "scatter", "cum", "sort", "arg", "top_k")
 # A part of them.
 PARTS = frozenset(("split", "dynamic_slice"))
+# All after which a value is still a copy of the same; a cast of copies along mesh axes is named otherwise in JAX 0.12.
+_OF_ONE = VIEWS | MOVES | PARTS | {"pad", "reduced_vary_cast", "reduced_vary_cast_p"}
 _ADDS = frozenset(("add", "add_any"))
 # Operations that make zeros of zeros.
 _KEEPS_ZEROS = VIEWS | MOVES | PARTS | _ADDS | {"broadcast_in_dim", "sub", "neg"}
@@ -385,10 +387,10 @@ def _adds_or_passes(operation: Operation) -> bool:
 
 
 def origin(value: Value) -> Value:
-    """What a value is a view, a slice, a cast or a gathered copy of, outside the loops that it is in."""
+    """What a value is a view, a slice, a cast, a padded or a gathered copy of, outside the loops that it is in."""
     while True:
         maker = value.maker
-        if maker is not None and maker.name in VIEWS | MOVES | PARTS and maker.operands[0].literal is None:
+        if maker is not None and maker.name in _OF_ONE and maker.operands[0].literal is None:
             value = maker.operands[maker.name == "optimization_barrier" and value.position]
         elif maker is None and value.outer is not None:
             value = value.outer

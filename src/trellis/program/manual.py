@@ -4,6 +4,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
+from jax.extend.core import JaxprEqn
+
 from trellis.program.moves import Move, wire_bytes
 from trellis.program.pairs import axes_of_pairs
 from trellis.program.reading import Operation, Value
@@ -30,7 +32,7 @@ COLLECTIVES = {
 SUMS = frozenset("psum psum_invariant unreduced_psum reduce_scatter unreduced_reduce_scatter".split())
 
 
-def axes_over(operation: Operation) -> tuple[str, ...]:
+def axes_over(operation: Operation | JaxprEqn) -> tuple[str, ...]:
     """The mesh axes that a collective runs over."""
     named = operation.params.get("axes", operation.params.get("axis_name", ()))
     return (named,) if isinstance(named, str) else tuple(axis for axis in named if isinstance(axis, str))

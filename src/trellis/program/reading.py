@@ -118,6 +118,13 @@ class Frame:
         self.around: frozenset[Frame] = outer.around | {outer} if outer is not None else frozenset()
 
     @functools.cached_property
+    def written_in(self) -> "Frame":
+        """The frame that compilers write it in: for a call, that of the call, unless it computes what was computed
+        before, which they are told to do again, or is one device's program."""
+        apart = self.is_body or self.outer is None or self.equation.primitive.name == "shard_map"
+        return self if apart or self.equation.params.get("differentiated") else self.outer.written_in
+
+    @functools.cached_property
     def scope(self) -> str:
         """The name scopes around it, one after the other."""
         return _joined(self.outer, self.equation) if self.outer is not None else ""
@@ -342,6 +349,8 @@ class _Reader:
 
     def equation(self, equation: JaxprEqn, operands: list[Value], body: Body, frame: Frame, times: int) -> list[Value]:
         name, params = equation.primitive.name, equation.params
+        if name == "stop_gradient":  # for derivatives alone: compilers see one array
+            return operands
         inner = jaxprs_in(equation)
         if name in (*LOOPS, "cond") or not inner:
             turns = params["length"] if name == "scan" else 1

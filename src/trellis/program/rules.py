@@ -45,14 +45,20 @@ class Implied:
 
 
 class States:
-    """Where the values of a program lie: what their types say, and what the rules say if the types do not."""
+    """Where the values of a program lie: what their types say, and what the rules say if the types do not.
 
-    def __init__(self, sizes: Mapping[str, int]):
-        self.sizes = sizes
+    Attributes:
+        sizes: of the mesh axes.
+        merges: whether the compiler moves equal values once, and not only one value.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], *, merges: bool = True):
+        self.sizes, self.merges = sizes, merges
         self.known: dict[Value, State] = {}
         self.scattered: set[Value] = set()  # results of scatters, which need no slice after a sum
         self.twins: dict[Value, Value] = {}  # each value's first twin: equal operations on equal values
         self.first: dict[tuple, list[Operation]] = {}  # the first twin each, of those that differ in parameters alone
+        self.said: set[tuple] = set()  # moves of a value, where no others are merged
         self.written: dict[int, str] = {}  # the parameters of these, by their equations: a `shard_map` has one for all
         self.gathered: set[Value] = set()  # for callbacks
         self.brought: set[tuple] = set()  # for products, where no type says so: what, and its slices then
@@ -76,7 +82,8 @@ class States:
         states = [self[value] for value in operation.operands if hasattr(value.aval, "shape")]
         if name in (ENTER, LEAVE) or name == "reshard" and is_auto(out.aval):
             if is_auto(out.aval) and out.placed is None:
-                self.known[out] = states[0]
+                manual = out.aval.sharding.mesh.manual_axes  # a device's slices are whole inside
+                self.known[out] = placed(tuple(tuple(a for a in axes if a not in manual) for axes in states[0].axes))
             return
         if name == "sharding_constraint" and out.placed is not None:
             after = out.placed
@@ -134,6 +141,14 @@ class States:
                 self.known[value] = state
         return after
 
+    def settled(self, value: Value) -> Iterator[Implied]:
+        """The sum of what is pending at the end of a program, or of a turn of a loop, where no type says when."""
+        before = self[value]
+        if is_auto(value.aval) and before.pending:
+            self.known[value] = after = dataclasses.replace(before, pending=frozenset())
+            for move in transition(before, after, num_bytes(value.aval), self.sizes):
+                yield Implied(move, value.aval, before, after, GUESS)
+
     def ends(self, loop: Operation) -> Iterator[Implied]:
         """What devices tell each other in each turn of a `while` loop whose condition a map made one for each example:
         the loop goes on as long as one of them does."""
@@ -147,14 +162,13 @@ class States:
             yield Implied(move, flag, pending, placed(()), "once a turn of a while loop")
 
     def again(self, operation: Operation) -> bool:
-        """Whether an earlier operation in the same frame had the same operands and parameters: XLA computes and moves a
-        value once."""
+        """Whether an earlier operation, written in the same frame, had the same operands and parameters."""
         operands = tuple(
             ("literal", str(value.literal.val)) if value.literal is not None else self.twins.setdefault(value, value)
             for value in operation.operands
         )
-        types = tuple(_said(value.aval) for value in operation.results)
-        alike = self.first.setdefault((operation.frame, operation.name, operands, types), [])
+        types = _types(operation)
+        alike = self.first.setdefault((operation.frame.written_in, operation.name, operands, types), [])
         # A loop's parameters are its body, which takes long to write out: only if everything else is the same.
         first = next((one for one in alike if self._written(one) == self._written(operation)), operation)
         if first is operation:
@@ -163,7 +177,27 @@ class States:
             self.twins[value] = self.twins.get(same, same)
         return first is not operation
 
+    def merged(self, operation: Operation) -> bool:
+        """Whether the compiler moves what the operation moves along with an earlier one that does the same.
+
+        XLA's partitioner moves a value once, however often a program says it, but takes equal values for others. The
+        TPU's compiler merges what it moves of equal values afterwards.
+        """
+        again = self.again(operation)
+        if self.merges or operation.name not in ("reshard", "sharding_constraint"):
+            return again and self.merges
+        said = (operation.frame.written_in, operation.operands[0], _types(operation), self._written(operation))
+        known = said in self.said
+        self.said.add(said)
+        return known
+
+    def _first(self, value: Value) -> Value:
+        """What the compiler takes the value for: its first twin, or itself."""
+        return self.twins.get(value, value) if self.merges else value
+
     def _written(self, operation: Operation) -> str:
+        if _says_where(operation):
+            return ""  # as its result's type
         key = id(operation.equation)
         if key not in self.written:
             self.written[key] = str(sorted(operation.params.items()))
@@ -215,7 +249,7 @@ class States:
         for value, before, axes in zip(operation.operands, states, gone):
             dims = (tuple(a for a in mine if a not in axes) for mine in before.axes)
             after.append(dataclasses.replace(before, axes=tuple(dims)))
-            if (key := (self.twins.get(value, value), after[-1].axes)) in self.brought:
+            if (key := (self._first(value), after[-1].axes)) in self.brought:
                 continue
             self.brought.add(key)
             for move in transition(before, after[-1], num_bytes(value.aval), self.sizes):
@@ -281,7 +315,7 @@ class States:
         if operation.params.get("partitioned") or any(state.mode == "manual" for state in states.values()):
             return
         for value, state in states.items():
-            if (same := self.twins.get(value, value)) in self.gathered:
+            if (same := self._first(value)) in self.gathered:
                 continue
             self.gathered.add(same)
             whole = placed([()] * len(state.axes))
@@ -306,7 +340,7 @@ class States:
             item = num_bytes(value.aval) // max(math.prod(value.shape), 1)
             payload = math.prod(out.shape) * item * count // self._count(natural.sliced)
             move = Move("all-gather", axes, payload, wire_bytes("all-gather", count, payload))
-            yield Implied(move, out.aval, natural, after, "each device's best")
+            yield Implied(move, out.aval.update(dtype=value.aval.dtype), natural, after, "each device's best")
 
     def _reshaping(self, operation: Operation, states: list[State]) -> Iterator[Implied]:
         """Operations that cut, join or reverse a dimension: free along whole dimensions, left to the compiler along
@@ -332,6 +366,19 @@ class States:
 
     def _count(self, axes) -> int:
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+
+def _says_where(operation: Operation) -> bool:
+    """Whether the type of its result says all about where the operation puts it."""
+    return operation.name == "reshard" and not is_auto(operation.results[0].aval)
+
+
+def _types(operation: Operation) -> tuple:
+    """Of its results. A compiler moves a value once, whether it is then held as copies or not: `w -> embed ~data` for a
+    product with the batch, and `w -> embed` for a norm of the weight."""
+    if _says_where(operation):
+        return tuple(dataclasses.replace(value.state, copied=frozenset()) for value in operation.results)
+    return tuple(_said(value.aval) for value in operation.results)
 
 
 @functools.lru_cache(4096)

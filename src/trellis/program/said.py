@@ -84,19 +84,16 @@ def filled_rows(even: int, room: int) -> contextlib.AbstractContextManager:
     return jax.named_scope(f"filled({even} of {room})")
 
 
-def loop_turns(
-    rows: int, a_turn: int, *, groups: int = 1, before: int = 0, by_load: bool = False
-) -> contextlib.AbstractContextManager:
+def loop_turns(rows: int, a_turn: int, *, before: int = 0, by_load: bool = False) -> contextlib.AbstractContextManager:
     """The scope of a `while` loop over rows: says how often it runs.
 
     Args:
         rows: of them; in a buffer (`filled_rows`) those that are filled count.
         a_turn: how many a turn does.
-        groups: in how many parts of about the same size the rows are, each of which takes whole turns.
         before: turns that were done before the loop.
         by_load: whether the rows are those of an even load, and come as often as the load assumed says.
     """
-    return jax.named_scope(f"turns({rows} rows {a_turn} a turn {groups} groups {before} before{' load' * by_load})")
+    return jax.named_scope(f"turns({rows} rows {a_turn} a turn {before} before{' load' * by_load})")
 
 
 def interleaved(parts: int) -> contextlib.AbstractContextManager:
@@ -130,7 +127,7 @@ def as_it_lies() -> contextlib.AbstractContextManager:
 _WORK, _FILLED = re.compile(r"work\((\w+) (\d+)\)"), re.compile(r"filled\((\d+) of (\d+)\)")
 _GROUPED = re.compile(r"grouped\((product|gradient) (\d+) rows (\d+) (\d+) in (\d+) groups by (\d+)\)")
 _ROWS = re.compile(r"rows\(by (\d+)\)")
-_TURNS = re.compile(r"turns\((\d+) rows (\d+) a turn (\d+) groups (\d+) before( load)?\)")
+_TURNS = re.compile(r"turns\((\d+) rows (\d+) a turn (\d+) before( load)?\)")
 _INTERLEAVED = re.compile(r"interleaved\(in (\d+)\)")
 _REFUSED = re.compile(r"refused<([^<>]+)>")
 _HELD = re.compile(r"held\(as ([a-z ]+)\)")
@@ -278,7 +275,7 @@ def turns_said(loop: Operation, load: float) -> int:
 def turns_in(op_name: str, load: float) -> int | None:
     """The same for a loop of a compiled program, whose scopes are in its name; None if nothing is said.
 
-    >>> turns_in("jit(step)/while/body/turns(1000 rows 300 a turn 1 groups 1 before load)/while", 1.0)
+    >>> turns_in("jit(step)/while/body/turns(1000 rows 300 a turn 1 before load)/while", 1.0)
     3
     """
     return _turns(op_name.rpartition("/body/")[2], op_name, load)
@@ -297,6 +294,6 @@ def _turns(own: str, scope: str, load: float) -> int | None:
     found = _TURNS.findall(own)
     if not found:
         return None
-    rows, a_turn, groups, before = map(int, found[-1][:4])
-    rows = rows * (load if found[-1][4] else _filled(scope, load))
-    return max(groups * math.ceil(rows / groups / a_turn) - before, 0)
+    rows, a_turn, before = map(int, found[-1][:3])
+    rows = rows * (load if found[-1][3] else _filled(scope, load))
+    return max(math.ceil(rows / a_turn) - before, 0)

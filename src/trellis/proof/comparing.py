@@ -39,6 +39,11 @@ class Output:
         return not self.devices
 
 
+def largest(x: np.ndarray) -> float:
+    """The largest finite entry."""
+    return float(np.max(np.abs(x), where=np.isfinite(x), initial=0.0))
+
+
 def compare(
     name: str,
     found: np.ndarray,
@@ -49,6 +54,7 @@ def compare(
     before: np.ndarray | None = None,
     outliers: float = 0.0,
     bound: float = BOUND,
+    least: float = 0.0,
 ) -> Output:
     """Compares a result on all devices with the whole array that it should be.
 
@@ -64,6 +70,7 @@ def compare(
         outliers: which share of the entries may deviate. Rounding decides about the sign of what is nearly zero, and
             where an update is such a sign, about a few of its entries.
         bound: what the deviation may be.
+        least: what deviations are shares of at least.
 
     Raises:
         UserError: it should not be a number anywhere, which every program that computes none would prove.
@@ -80,7 +87,7 @@ def compare(
     if want.dtype.kind in "fc":
         wide = np.result_type(want.dtype, np.float64)
         change = want if before is None else want.astype(wide) - before
-        scale = max(float(np.max(np.abs(change), where=np.isfinite(change), initial=0.0)), 1e-30)
+        scale = max(largest(change), least, 1e-30)
         with np.errstate(invalid="ignore"):  # of two infinities
             off = np.abs(found.astype(wide) - parts) - _ROUNDING * np.abs(parts)
         same = (found == parts) | (np.isnan(found) & np.isnan(parts))

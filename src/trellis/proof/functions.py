@@ -42,8 +42,10 @@ def prove(
         seed: of the numbers at random.
 
     Raises:
-        UserError: the mesh does not fill the target, its compiler is not installed or refuses the program, or the
-            compiled program has something that the interpreter does not know.
+        UserError: `fn` is no function, the bound is not above 0, the mesh does not fill the target, its compiler is not
+            installed or refuses the program, or the compiled program has something that the interpreter does not know.
+        MeshError, TypeMismatch: JAX's types refuse what the function does with plain arrays in slices, or a rule for
+            derivatives.
 
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import NamedSharding, PartitionSpec as P

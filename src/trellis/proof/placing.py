@@ -21,7 +21,10 @@ def numbers_of(seed: int) -> np.random.Generator:
 
 
 def plain(x: jax.Array | np.ndarray) -> np.ndarray:
-    """An array's numbers; a random key's are its words."""
+    """An array's numbers; a random key's are its words, and a pending sum's are those of the sum."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.spec.unreduced:
+        x = jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions)))
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return np.asarray(x)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,9 +20,11 @@ from trellis.inspect import Ledger
 from trellis.inspect.ledger import ledger_of
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import arrange
+from trellis.named.refusals import jaxs_in_our_words
 from trellis.notation.typeof import is_named, typeof
 from trellis.plan.compile import Compiled, compiler_devices, platform_of_target
 from trellis.program.trace import first_mesh, mesh_of, trace
+from trellis.proof.comparing import BOUND, largest
 from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
 from trellis.proof.interpreter.unrounded import rounds
 from trellis.proof.placing import numbers_of, plain
@@ -40,26 +43,47 @@ def proof_of(
 ) -> Proof:
     """What `trellis.prove` returns, for the same arguments."""
     watch = Watch()
-    subject = _subject(fn, args, on, dict(options), seed)
+    _check(fn, bound)
+    with jaxs_in_our_words(getattr(fn, "__name__", "the function"), "prove"):
+        subject = _subject(fn, args, on, dict(options), seed)
     watch.note("tracing")
     compiled = subject.compile()
     watch.note("compiling")
-    if reference is None:
-        subject = _own_meaning(subject, compiled)
-    else:
-        result = _computed(reference, args, subject)
-        _check_names(result, subject)
-        subject = _wanting([plain(leaf) for leaf in jax.tree.leaves(result)], subject)
+
+    def meant(subject: Subject, wide: type = np.float32, *, rounds: bool = True) -> Subject:
+        if reference is None:
+            return _own_meaning(subject, compiled, wide=wide, rounds=rounds)
+        return _as_referred(subject, reference, args, wide)
+
+    subject = meant(subject)
     watch.note("reference")
     proof = subject.execute(compiled, bound=bound)
     watch.note("executing")
-    if reference is None and not proof.proven and not proof.fault:
-        proof = _in_float64(proof, subject, compiled, bound)
+    if not proof.proven and not proof.fault:
+        proof = _in_float64(proof, subject, compiled, bound, meant)
         watch.note("in float64")
     if explain and not proof.proven and not proof.fault:
         proof = dataclasses.replace(proof, finding=subject.why(compiled, bound))
         watch.note("looking for the reason")
     return dataclasses.replace(proof, seconds=watch.seconds)
+
+
+def _check(fn: Callable, bound: float) -> None:
+    """Refuses what is no function, and a bound that everything or nothing would stay within."""
+    if not callable(fn):
+        raise UserError(
+            "Only a function can be proven.",
+            seen=type(fn).__name__,
+            where="prove",
+            fix="pass the function and then its arguments, as in prove(loss, model, batch, on='v5e:2x4')",
+        )
+    if isinstance(bound, bool) or not isinstance(bound, numbers.Real) or not 0 < bound < math.inf:
+        raise UserError(
+            "A bound must be a number above 0.",
+            seen=f"bound={bound!r}",
+            where="prove",
+            fix=f"leave it out, which is {BOUND}, or use another share of a result's largest entry",
+        )
 
 
 def _own_meaning(subject: Subject, compiled: Compiled, **how: Any) -> Subject:
@@ -74,17 +98,28 @@ def _own_meaning(subject: Subject, compiled: Compiled, **how: Any) -> Subject:
     return _wanting([result[0] for result in whole([subject.given[i][None] for i in compiled.kept])], subject)
 
 
-def _in_float64(proof: Proof, subject: Subject, compiled: Compiled, bound: float) -> Proof:
+def _as_referred(subject: Subject, reference: Callable, args: tuple, wide: type) -> Subject:
+    """A subject that should have another function's results."""
+    result = _computed(reference, args, subject, wide)
+    _check_names(result, subject)
+    arrays = [leaf if _is_array(leaf) else np.asarray(leaf) for leaf in jax.tree.leaves(result)]
+    return _wanting([plain(array) for array in arrays], subject)
+
+
+def _in_float64(
+    proof: Proof, subject: Subject, compiled: Compiled, bound: float, meant: Callable[..., Subject]
+) -> Proof:
     """The proof again with floats of 64 bits, in which rounding makes nothing of what a mistake makes, and then without
     the roundings to whole numbers of eight bits.
 
-    It stays as it was if a result is wrong there, too, or if something in the program asks for the bits of a number.
+    It stays as it was if a result is wrong there, too, or if something in the program asks for the bits of a number, or
+    if a reference cannot be computed so, since it names a type of 32 bits.
     """
     for rounded in (True, False) if rounds(compiled.text) else (True,):
         how = dict(wide=np.float64, rounds=rounded)
         try:
-            again = _own_meaning(subject, compiled, **how).execute(compiled, bound=bound, **how)
-        except (Failed, NotInterpreted):
+            again = meant(subject, **how).execute(compiled, bound=bound, **how)
+        except (Failed, NotInterpreted, TypeError, ValueError):
             continue
         if again.proven:
             return dataclasses.replace(again, rounding=proof.error)
@@ -120,7 +155,10 @@ def _wanting(meant: Sequence[np.ndarray], subject: Subject) -> Subject:
                 where="reference",
                 fix="begin it with x.astype('float32')",
             )
-    wanted = [dataclasses.replace(wanted, value=value) for wanted, value in zip(subject.wanted, meant)]
+    wanted = [
+        dataclasses.replace(wanted, value=value, least=largest(wanted.value))
+        for wanted, value in zip(subject.wanted, meant)
+    ]
     return dataclasses.replace(subject, wanted=wanted)
 
 
@@ -142,7 +180,7 @@ def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: 
     """The function lowered for the target, with its arguments' numbers; its results' values are still to come."""
     where = target(on)
     leaves, tree = jax.tree.flatten(args)
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    is_array = [_is_array(leaf) for leaf in leaves]
     arrays = [leaf for leaf, array in zip(leaves, is_array) if array]
 
     def call(*given: Any) -> Any:
@@ -270,14 +308,26 @@ def _numbers(array: Any, random: np.random.Generator) -> np.ndarray:
     return random.normal(size=array.shape).astype(np.float32) / math.sqrt(max(array.shape[-1:], default=1))
 
 
-def _computed(reference: Callable, args: tuple, subject: Subject) -> Any:
-    """What another function makes of the same arguments on one device of this machine."""
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _like(numbers: np.ndarray, leaf: Any) -> jax.Array:
+    """An argument's numbers as JAX has them; a random key's are its words."""
+    array = jax.numpy.asarray(numbers)
+    if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+
+
+def _computed(reference: Callable, args: tuple, subject: Subject, wide: type) -> Any:
+    """What another function makes of the same arguments on one device of this machine, floats of 32 bits being wide."""
     leaves, tree = jax.tree.flatten(args)
 
     def compute() -> Any:
-        numbers = iter(subject.given)
-        with jax.default_device(jax.devices("cpu")[0]):
-            filled = [jax.numpy.asarray(next(numbers)) if hasattr(leaf, "dtype") else leaf for leaf in leaves]
+        given = (x.astype(wide) if x.dtype == np.float32 else x for x in subject.given)
+        with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(wide is np.float64):
+            filled = [_like(next(given), leaf) if _is_array(leaf) else leaf for leaf in leaves]
             return reference(*jax.tree.unflatten(tree, filled))
 
     with ThreadPoolExecutor(1) as outside:  # where no layout and no mesh is in force

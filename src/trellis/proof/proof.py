@@ -60,6 +60,7 @@ class Wanted:
         before: what it is made from by a small change, if it is.
         outliers: the share of its entries that may deviate: see `compare`.
         within: the share of the bound that it has to stay within.
+        least: its largest entry with fewer bits, all of which may be rounding.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Wanted:
     before: np.ndarray | None = None
     outliers: float = 0.0
     within: float = 1.0
+    least: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +133,7 @@ class Subject:
                 before=wanted.before,
                 outliers=wanted.outliers,
                 bound=bound * wanted.within,
+                least=wanted.least,
             )
             for wanted, result, place in zip(self.wanted, found, places, strict=True)
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from trellis.mesh import Layout
 from trellis.models.protocol import stacked
+from trellis.named.pipeline.by_vmap import microbatches_of
 from trellis.nn.loss.token_chunks import accelerator_chunk
 from trellis.nn.loss.vocab_chunks import cut
 from trellis.run.config import Run
@@ -79,6 +80,11 @@ class Ways:
     def context(self) -> int:
         """Parts of the positions that attention sees."""
         return self._size(self._layout.assign(("batch", "pos", "heads", "head_dim"))[1])
+
+    def microbatches(self, rows: int) -> int:
+        """Parts in which sequences follow each other through stages, if each device has so many."""
+        ((axis,),) = self._layout.assign(("layers",))
+        return microbatches_of(self._layout, axis, rows * self("batch"))
 
     def _size(self, axes: tuple[str, ...]) -> int:
         return math.prod(self._layout.mesh.shape[axis] for axis in axes)
@@ -183,9 +189,10 @@ def _rows(run: Run, ways: Ways) -> int:
 
 
 def _cut_by_stages(rows: int, run: Run, ways: Ways) -> int:
-    """As many sequences or more, which a pipeline's microbatches cut into equal parts."""
-    stages, asked = ways("layers", "compute"), run.layout.pipeline_microbatches
-    while asked and rows * stages % asked:
+    """As many sequences or more, which a pipeline's microbatches cut into equal parts; with several groups of layers,
+    these are a multiple of the stages."""
+    stages, asked, groups = ways("layers", "compute"), run.layout.pipeline_microbatches, run.layout.pipeline_groups
+    while rows * stages % asked if asked else groups > 1 and ways.microbatches(rows) % stages:
         rows += 1
     return rows
 

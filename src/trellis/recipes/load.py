@@ -146,7 +146,7 @@ def read_yaml(path: Path) -> dict:
     import yaml
 
     try:
-        found = load_yaml(path.read_text())
+        found = load_yaml(path.read_text("utf-8"))
     except OSError as error:
         fix = "use the path of a YAML file, or the name of a recipe: `trellis recipes`"
         raise UserError("A run's file must be readable.", seen=error.strerror, where=str(path), fix=fix) from None

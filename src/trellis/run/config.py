@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from trellis.choices import check_choices
 from trellis.errors import UserError
 from trellis.frozen import FrozenMap
 from trellis.models import ModelConfig
@@ -49,6 +50,7 @@ class Remat:
     keep."""
 
     def __post_init__(self):
+        check_choices(self)
         if self.names and self.policy not in ("saved", "offload"):
             raise UserError(
                 "Names of values to keep can be given only with the policies saved and offload.",
@@ -102,6 +104,7 @@ class Logging:
     Name those that your group looks at."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(1, every=self.every)
 
 
@@ -247,6 +250,7 @@ class Run:
     """How several processes find each other."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(1, steps=self.steps, microbatches=self.microbatches, devices=self.devices)
         at_least(0, skip_nonfinite=self.skip_nonfinite, z_loss=self.z_loss, seed=self.seed)
         self._check_name()
@@ -372,12 +376,12 @@ class Run:
             )
         parts = self.parts
         for size in (b.size for b in sizes):
-            if size < 1 or size % parts:
+            if size % parts:
                 raise UserError(
                     "The number of microbatches must divide the batch size.",
                     seen=f"batch_size={size}, microbatches={parts}",
                     where="batch_size",
-                    fix=f"use a multiple of {parts}, as in {-(-max(size, 1) // parts) * parts}, or --microbatches that "
+                    fix=f"use a multiple of {parts}, as in {-(-size // parts) * parts}, or --microbatches that "
                     "divide the batch",
                 )
 

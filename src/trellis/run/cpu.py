@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from trellis.choices import check_choices
 from trellis.named.tuned import Tuned
 from trellis.run.schema import at_least
 
@@ -24,6 +25,7 @@ class Cpu:
     Set it to compare."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(1, attention_chunk=self.attention_chunk, loss_chunk=self.loss_chunk)
 
     @property

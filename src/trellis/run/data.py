@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from trellis.choices import check_choices
 from trellis.data.mixture import check_block
 from trellis.data.tokenizer import check_bpe_size
 from trellis.errors import UserError
@@ -135,5 +136,6 @@ class Data:
     """The seed of the shuffle. Change it to see how much of a difference is due to the order of the data."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(1, sequence_length=self.sequence_length, shuffle_block=self.shuffle_block)
         at_least(0, seed=self.seed)

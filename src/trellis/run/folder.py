@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trellis.errors import TrellisError, UserError, shortened
-from trellis.files import check_utf8, typed
+from trellis.files import check_utf8, typed, write_whole
 from trellis.run.config import Distributed, Run
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import plain
@@ -27,6 +27,8 @@ _MAY_CHANGE = (
 _OF_ROUTING = ("way", "slack", "interleave")
 # The `config.json` of the folder that a run was imported from.
 IMPORTED = "imported.json"
+# The folder of its tokenizer.
+TOKENIZER = "tokenizer"
 # How often a folder that is held is tried again, and the seconds between.
 _TRIES, _BETWEEN = 10, 0.05
 
@@ -43,8 +45,15 @@ def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
 
 def check_path(folder: Path) -> None:
     """Refuses a folder that no run can have: TensorStore writes and finds checkpoints under names in UTF-8, in which it
-    takes a backslash for a slash."""
+    takes a backslash for a slash. Under a locale of another encoding, Python would name another folder."""
     shown, fix = str(folder).encode(errors="replace").decode(), "rename it, or use another --run-dir"
+    if (encoding := sys.getfilesystemencoding()) != "utf-8" and not str(folder.absolute()).isascii():
+        raise UserError(
+            "The path of a run's folder must be ASCII, unless the locale is of UTF-8.",
+            seen=f"{str(folder.absolute())!r} in {encoding}",
+            where=shown,
+            fix="set the environment variable LC_ALL to C.UTF-8, or use another --run-dir",
+        )
     check_utf8(str(folder.absolute()), "The path of a run's folder must be valid UTF-8.", shown, fix)
     if "\\" in str(folder.absolute()):
         raise UserError(
@@ -73,15 +82,19 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
         UserError: the folder holds another run, or one that is further than this one is to go or to be profiled.
     """
     path = folder / "run.yaml"
-    if path.exists() and has_begun(folder):
-        there = read_run(path)
+    copies = sorted((folder / "checkpoints").glob("step-*/run.yaml"))
+    known = copies[-1] if copies and not path.exists() else path
+    if known.exists() and has_begun(folder):
+        there = with_own_tokenizer(read_run(known), folder)
         before, now = _learned(there), _learned(run)
         if before != now:
             raise UserError(
                 "A run folder holds one run, and can only be used to resume it.",
                 seen=told_apart(before, now, "in the folder", "asked for"),
-                where=str(path),
-                fix=f"use another --run-dir, or resume what is there: trellis train {typed(folder)}",
+                where=str(known),
+                fix="use another --run-dir, or "
+                + ("" if known == path else f"copy this file to {typed(path)} and ")
+                + f"resume what is there: trellis train {typed(folder)}",
             )
         if run.profile not in (None, there.profile) and run.profile.start < done:
             raise UserError(
@@ -139,8 +152,8 @@ def unchanged_if_refused(folder: Path, *, write: bool = True) -> Generator[None]
     except TrellisError as error:
         if text is None or made() != before:
             raise
-        if write:
-            path.write_bytes(text)
+        if write and path.read_bytes() != text:
+            write_whole(path, text.decode())
         if isinstance(error, UserError) and _asks_for_another(error):
             several = ", --microbatches" if "microbatches=" in str(error.seen) else ""
             fix = f"use --devices{several} or --mesh sizes that divide it: a resumed run keeps its {error.where}"
@@ -262,4 +275,14 @@ def open_run(folder: Path) -> Run:
             where=str(folder),
             fix="name the folder that `trellis train --run-dir` was given, or one in runs/",
         )
-    return read_run(path)
+    return with_own_tokenizer(read_run(path), folder)
+
+
+def with_own_tokenizer(run: Run, folder: Path) -> Run:
+    """A run that was imported into a folder with the tokenizer that lies there: the folder may have been moved."""
+    named, own = run.data.tokenizer, folder / TOKENIZER
+    if named is None or not (folder / IMPORTED).is_file() or not own.is_dir() or Path(named).name != TOKENIZER:
+        return run
+    if not (own / "tokenizer.json").is_file() and Path(named).exists():
+        return run
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=str(own.resolve())))

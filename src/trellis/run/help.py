@@ -49,7 +49,7 @@ def entries(value: Any, options: Mapping[str, str]) -> list[Entry]:
     return found
 
 
-def help_text(value: Any, options: Mapping[str, str] | None = None, width: int = 110) -> str:
+def help_text(value: Any, options: Mapping[str, str] | None = None) -> str:
     """Every option of a configuration, with its current value.
 
     A field that takes one of several kinds lists the other kinds with their fields.
@@ -58,7 +58,6 @@ def help_text(value: Any, options: Mapping[str, str] | None = None, width: int =
         value: the configuration.
         options: texts by dotted name that replace parts of it. If they pick another kind, the fields of that kind are
             listed, also those that have no value yet.
-        width: the width of a line.
 
     Raises:
         UserError: an option is not known, or its text is not a value of its type.
@@ -70,7 +69,7 @@ def help_text(value: Any, options: Mapping[str, str] | None = None, width: int =
             lines += ["", f"{section}: {fields_of(type(value))[section].doc}"]
         lines.append(f"  --{entry.name}  <{entry.kind}>  [{entry.now}]")
         for text in entry.doc:
-            lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 

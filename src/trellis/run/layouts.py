@@ -5,12 +5,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from trellis.choices import check_choices
 from trellis.cores import usable_cores
 from trellis.errors import UserError, did_you_mean
 from trellis.frozen import FrozenMap
 from trellis.mesh import Layout, make_mesh
 from trellis.mesh.layout import with_slashes
 from trellis.mesh.platform import are_cpus
+from trellis.run.schema import at_least
 
 # Names that only activations have.
 _ACTIVATIONS = ("batch", "pos", "key_pos")
@@ -27,7 +29,8 @@ Preset = Literal[
 Kind = Literal["ring", "gather", "exchange"]
 
 _DATA = "data/data_y/data_z"
-_CONTEXT = "context/context_y"
+# Rings come first among slices of positions. Parameters are in the order of the mesh, in which sums are scattered.
+_CONTEXT, _CONTEXT_AT_REST = "context/context_y", "context_y/context"
 _EXPERT = "expert_y/expert"
 _BATCH = f"replica/{_DATA}/{_EXPERT}/stage"
 _LAYERS = {"layers": "stage"}
@@ -49,9 +52,9 @@ _KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {**_EXPERTS, **_TENSOR, "embed": _DATA},
         {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "model"},
     ),
-    "context": ({"embed": f"{_DATA}/{_CONTEXT}"}, {"batch": _BATCH, "pos": _CONTEXT}),
+    "context": ({"embed": f"{_DATA}/{_CONTEXT_AT_REST}"}, {"batch": _BATCH, "pos": _CONTEXT}),
     "hybrid": (
-        {**_EXPERTS, **_TENSOR, "embed": f"{_DATA}/{_CONTEXT}"},
+        {**_EXPERTS, **_TENSOR, "embed": f"{_DATA}/{_CONTEXT_AT_REST}"},
         {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": f"{_CONTEXT}/model"},
     ),
 }
@@ -191,6 +194,7 @@ class LayoutChoice:
     it. Raise it if stages wait and the batch has no more parts."""
 
     def __post_init__(self):
+        check_choices(self)
         for which in ("params", "compute"):
             for name, axes in getattr(self, which).items():
                 for axis in filter(None, axes.split("/")):
@@ -211,13 +215,7 @@ class LayoutChoice:
                 where="pipeline_microbatches",
                 fix="use 1 or more, or null to have it chosen",
             )
-        if self.pipeline_groups < 1:
-            raise UserError(
-                "`pipeline_groups` must be 1 or more.",
-                seen=f"pipeline_groups={self.pipeline_groups}",
-                where="pipeline_groups",
-                fix="use 1 or more",
-            )
+        at_least(1, pipeline_groups=self.pipeline_groups)
         order = ("ring", "gather", "exchange")
         if order.index(self.context) > order.index(self.kinds["context_y"]):
             raise UserError(

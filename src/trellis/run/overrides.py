@@ -182,9 +182,9 @@ def every_field(kind: Any, path: str = "") -> Iterator[tuple[str, Field]]:
 
 
 def choices(kind: Any) -> tuple[str, ...]:
-    """The words that a field of this type takes, if they can be listed.
+    """The words that a field of this type takes, if they can be listed; those of its elements for a list.
 
-    >>> choices(Literal["none", "full"] | None), choices(bool), choices(int)
+    >>> choices(Literal["none", "full"] | None), choices(tuple[bool, ...]), choices(int)
     (('none', 'full', 'null'), ('true', 'false'), ())
     """
     found: list[str] = list(variants(kind))
@@ -193,6 +193,8 @@ def choices(kind: Any) -> tuple[str, ...]:
             found += map(str, typing.get_args(member))
         elif member is bool:
             found += ["true", "false"]
+        elif typing.get_origin(member) is tuple:
+            found += choices(typing.get_args(member)[0])
         elif member is type(None) and found:
             found.append("null")
     return tuple(found)

@@ -39,7 +39,7 @@ def read_run(path: Path) -> Run:
     import yaml
 
     try:
-        found = load_yaml(path.read_text())
+        found = load_yaml(path.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(
             "A run's file must be valid YAML.",

@@ -34,7 +34,7 @@ def _unheeded(run: Run) -> Iterator[tuple[str, UserError]]:
     at_rest, in_use = (_over_several(run, entries) for entries in run.layout.maps())
     yield from _of_layout(run, at_rest, in_use)
     if isinstance(routing := getattr(run.model, "routing", None), Routing):
-        yield from _of_routing(run, routing, in_use.get("experts", ()))
+        yield from _of_routing(routing, in_use.get("experts", ()))
     if run.guard.every is None and not run.guard.replay:
         rule = "`guard.replay` needs `guard.every`."
         fix = "use --guard.every 100 with it, or leave it out"
@@ -88,7 +88,7 @@ def _of_layout(run: Run, at_rest: Mapping[str, list], in_use: Mapping[str, list]
         yield _told("layout.overlap", rule, seen, f"use --mesh.{axes[0]} 2 or more, or leave it out")
 
 
-def _of_routing(run: Run, routing: Routing, experts: list[str]) -> Iterator[tuple[str, UserError]]:
+def _of_routing(routing: Routing, experts: list[str]) -> Iterator[tuple[str, UserError]]:
     where, fix = "experts over no mesh axis", "use --mesh.expert 2 or more"
     if not experts and routing.way in ("gather", *EXCHANGES):
         rule = "This routing needs experts that are sliced over mesh axes."

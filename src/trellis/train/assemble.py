@@ -15,6 +15,7 @@ from trellis.data.batch import Batch
 from trellis.errors import UserError, did_you_mean
 from trellis.frozen import FrozenMap
 from trellis.mesh import Layout
+from trellis.mesh.layout import without_layout
 from trellis.mesh.platform import are_cpus, platform_of_devices, rehearses, rows_of_a_tile
 from trellis.models import LanguageModel, ModelConfig
 from trellis.models.protocol import dropout
@@ -23,6 +24,7 @@ from trellis.named.backend import has_block_units
 from trellis.named.saving import Keep, nothing, products, saved
 from trellis.nn.parameters import Parameter, Role, parameters
 from trellis.nn.precision import unembedding_of
+from trellis.notation import typeof
 from trellis.notation.state import mode_of
 from trellis.optim import learning_rates, make_optimizer
 from trellis.optim.narrow import narrow_parts
@@ -223,8 +225,33 @@ def layout_of(run: Run, devices: Sequence[Any]) -> Layout:
 
 @functools.cache
 def model_types(config: ModelConfig) -> LanguageModel:
-    """The types of a model, without a layout."""
-    return jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
+    """The types of a model, without a layout.
+
+    Raises:
+        UserError: its layers have another name, or its unembedding is no parameter.
+    """
+
+    def checked() -> LanguageModel:
+        model = config.init(key=jax.random.key(0))
+        where, axis = type(model).__name__, model.layers.axis
+        if axis.name != "layers":
+            raise UserError(
+                "A model's layers must be stacked along an axis of the name `layers`.",
+                seen=f"{axis.size} of them along `{axis.name}`",
+                where=f"{where}.layers",
+                fix=f"stack them by Stacked.init(make, Axis('layers', {axis.size}), key=key)",
+            )
+        if not any(p.leaf is model.unembedding for p in parameters(model)):
+            raise UserError(
+                "A model's unembedding must be one of its parameters, as it is.",
+                seen=f"{typeof(model.unembedding)}, which is computed",
+                where=f"{where}.unembedding",
+                fix="return the parameter, and put what it is multiplied by into `norm` or the end of `__call__`",
+            )
+        return model
+
+    with without_layout():  # a caller's may be in force
+        return jax.eval_shape(checked)
 
 
 def _check_parts_of_names(run: Run, model: Any) -> None:

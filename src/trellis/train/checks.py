@@ -11,11 +11,11 @@ from trellis.hardware.local import free_memory
 from trellis.mesh.platform import are_cpus, platform_of_devices
 from trellis.nn.moe.config import EXPERT_WEIGHTS, FAR_ROWS
 from trellis.program import Program
+from trellis.program.sizes import local_bytes
 from trellis.run.config import Run
 from trellis.train.assemble import Assembled
 from trellis.train.compilation import ONE_ORDER, asks_for_one_order
 from trellis.train.guard import replays
-from trellis.train.summary import device_bytes
 
 # The memory that is counted for a step may be twice what a compiler needs, but not more.
 _CERTAIN = 2
@@ -39,7 +39,7 @@ def check_marks(run: Run, program: Program) -> None:
 def check_state(assembled: Assembled) -> None:
     """Refuses a run whose state and batch are larger than the memory of this process's devices."""
     leaves = jax.tree.leaves((assembled.abstract, assembled.abstract_batch()))
-    _check_room(sum(device_bytes(leaf) for leaf in leaves), assembled.layout.mesh.devices.flat)
+    _check_room(sum(map(local_bytes, leaves)), assembled.layout.mesh.devices.flat)
 
 
 def check_step(memory: Mapping[str, int], assembled: Assembled) -> None:
@@ -62,7 +62,7 @@ def check_guard(memory: Mapping[str, int], assembled: Assembled) -> None:
     run, mesh = assembled.run, assembled.layout.mesh
     if not replays(run.guard, assembled.abstract, mesh):
         return
-    state = sum(device_bytes(leaf) for leaf in jax.tree.leaves(assembled.abstract))
+    state = sum(map(local_bytes, jax.tree.leaves(assembled.abstract)))
     fix = "use --guard.replay false, which compares copies only, or more devices"
     _check_room(
         sum(memory.values()) // _CERTAIN + state,

@@ -41,6 +41,7 @@ from trellis.train.stopping import (
     leave_at_once,
 )
 from trellis.train.timeline import Timeline
+from trellis.train.together import wait_for_others
 from trellis.train.trackers import Tracker, open_trackers
 from trellis.train.watchdog import Watchdog
 
@@ -327,6 +328,7 @@ class _Loop:
         began = time.perf_counter()
         step.compile(state, batch)
         seconds = time.perf_counter() - began
+        wait_for_others(f"compiled step {index + 1}")
         self._note(f"compiled the step in {duration(seconds)}")
         self._timeline.add("compiled", index, seconds=seconds)
         self._programs.append(step.programs[-1])

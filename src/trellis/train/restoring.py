@@ -16,7 +16,7 @@ from trellis.files import typed
 from trellis.hub.folder import At, read_json
 from trellis.nn.parameters import Parameter
 from trellis.run.config import Run
-from trellis.run.folder import open_run
+from trellis.run.folder import IMPORTED, open_run
 from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import Assembled
 from trellis.train.corpus import open_corpus
@@ -117,14 +117,30 @@ def tokenizer_of(run: Run) -> Tokenizer | None:
     return None if Path(named).is_dir() and not (Path(named) / "tokenizer.json").exists() else load_tokenizer(named)
 
 
-def generation_config(run: Run) -> dict:
-    """What the folder of a run's tokenizer says about generating, as an imported one does; empty if it says nothing.
+def imported_config(folder: Path) -> dict:
+    """The `config.json` of the folder that a run was imported from; empty if it was not imported.
 
     Raises:
         UserError: it is not a JSON object.
     """
+    return read_json(folder / IMPORTED) if (folder / IMPORTED).is_file() else {}
+
+
+def generation_config(folder: Path, run: Run) -> dict:
+    """What the folder of a run's tokenizer says about generating, as an imported one does; empty if it says nothing.
+    The tokens at which texts begin and end may also be in an imported folder's `config.json`.
+
+    Args:
+        folder: the run's folder.
+        run: the run.
+
+    Raises:
+        UserError: a file is not a JSON object.
+    """
     file = None if run.data.tokenizer is None else Path(run.data.tokenizer) / "generation_config.json"
-    return read_json(file) if file is not None and file.is_file() else {}
+    imported = imported_config(folder)
+    ends = {name: imported[name] for name in ("bos_token_id", "eos_token_id") if imported.get(name) is not None}
+    return ends | (read_json(file) if file is not None and file.is_file() else {})
 
 
 def checkpoint_reader(

@@ -7,6 +7,7 @@ microbatches, so they do not depend on the mesh.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from trellis.named import NamedArray, zeros
@@ -33,6 +34,13 @@ def no_scales(model: Any, precision: Precision) -> Scales:
 def largest_of(scales: Scales) -> Scales:
     """The elements from which a step makes its scales: `f32["layers factor"]`."""
     return {path: kept.max("history") for path, kept in scales.items()}
+
+
+def in_range(met: Scales) -> jax.Array:
+    """Whether all that a step met is finite, `bool[""]`. What is not may show nowhere else: a delayed scale clips
+    infinity, and int8 makes a number of what is none."""
+    bad = [jnp.max((~jnp.isfinite(new.array)).astype(jnp.float32)) for new in met.values()]
+    return jnp.stack(bad).max() == 0
 
 
 def rolled(scales: Scales, met: Scales) -> Scales:

@@ -17,7 +17,7 @@ from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.meshes import on_another, without_axis
 from trellis.mesh.reshard import place
 from trellis.named import NamesError, Stacked, arange, broadcast_to, is_named
-from trellis.named.pipeline.by_vmap import microbatches_of, pipeline_axis
+from trellis.named.pipeline.by_vmap import leading, microbatches_of, pipeline_axis
 from trellis.named.pipeline.interleaving import interleaved
 from trellis.named.pipeline.parts import Parts, spread
 from trellis.named.pipeline.pieces import Pieces, Source, Together, struct
@@ -67,13 +67,20 @@ def schedule_of(model, rows: int, times: int) -> Schedule | None:
 
 
 def dealt_out(params, axis: str):
-    """Parameters with their layers dealt out to the stages in the layout's groups of layers."""
+    """Parameters with their layers dealt out to the stages in the layout's groups of layers. Each layer has its own of
+    what all share, so that gradients are summed over layers and stages where they leave the stages.
+    """
     layout, layers = current_layout(), params.layers.axis
+    assert layout is not None  # which has the stages
     parts = Parts.of(layers, layout.mesh.shape[axis], layout.pipeline_groups)
 
     def deal(x):
-        if layers.name not in x.names:
-            return x
+        if x.names[:1] != (layers.name,):
+            with layout:  # in which uneven layers are whole
+                x = leading(x, layers)
+            state = state_of(x.array)
+            axes = ((() if parts.uneven else (axis,)), *state.axes[1:])
+            x = x.with_array(place(x.array, axes, (), state.copied, names=x.names))
         return spread(x, layers.name, axis, parts) if parts.uneven else interleaved(x, axis, parts.stages, parts.groups)
 
     return apart(params, stacked=deal, others=lambda x: x)
@@ -208,14 +215,14 @@ def pipelined(
             f"groups of layers, or remove '{name}' from the layout's compute"
         )
     stack, outer = leaves[at], leaves[:at] + leaves[at + 1 :]
-    layers, block = jax.tree.flatten(stack.block)
+    layers = jax.tree.leaves(stack.block)
     here = inside.mesh.abstract_mesh
     source = Source(
         name=name,
         function=lambda params, part: loss(params, *part),
         rebuild=lambda outer: jax.tree.unflatten(tree, [*outer[:at], stack, *outer[at:]]),
         outer=[struct(x, here) for x in outer],
-        block=block,
+        layers=layers,
         layer=[struct(x, here, ((), *state_of(x).axes[1:]), (1, *x.shape[1:])) for x in layers],
         part=jax.tree.map(lambda x: struct(x, here, state_of(x).axes[1:], x.shape[1:]), parts),
         parts=Parts.of(stack.axis, schedule.stages, schedule.groups),

@@ -5,6 +5,7 @@
 Everything that moves between devices follows from the layout in force.
 """
 
+import contextlib
 import dataclasses
 import zlib
 from collections.abc import Callable
@@ -17,8 +18,9 @@ import optax
 from trellis.data.batch import Batch
 from trellis.mesh.layout import current_layout
 from trellis.models import LanguageModel, Measured
-from trellis.named import Keep, NamedArray, Narrow, gathered, is_named
+from trellis.named import Keep, NamedArray, Narrow, gathered, is_named, named
 from trellis.named.backend import loop_over
+from trellis.named.pipeline.pieces import cut_batch
 from trellis.named.reshape import split_axis, transpose
 from trellis.named.rounding import exponent_of, power_of_two
 from trellis.named.stacked import taken_apart
@@ -33,7 +35,7 @@ from trellis.optim.averaging import average as moving_average
 from trellis.optim.optimizer import left_out
 from trellis.optim.updated import in_float32, kept_like, moved, updated
 from trellis.train.out_of_range import first_out_of_range
-from trellis.train.scales import Scales, largest_of, rolled
+from trellis.train.scales import Scales, in_range, largest_of, rolled
 from trellis.train.stages import (
     apart,
     around_loss,
@@ -49,6 +51,9 @@ from trellis.train.stages import (
 from trellis.train.state import TrainState
 
 Metrics = dict[str, jax.Array]
+
+# Names of the tokens of a microbatch: along their mesh axes its gradient of a parameter is a partial sum.
+_TOKENS = ("batch", "pos")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +87,7 @@ class StepOptions:
 
 
 def batch_loss(
-    model: LanguageModel, batch: Batch, options: StepOptions, key=None, ahead=None
+    model: LanguageModel, batch: Batch, options: StepOptions, key=None, ahead=None, *, part: bool = False
 ) -> tuple[TokenLoss, Measured]:
     """The summed loss of a batch in the parameters' type, and what else the model measured.
 
@@ -92,25 +97,27 @@ def batch_loss(
         options: how it is computed.
         key: for dropout; None for none.
         ahead: for a model that looks ahead: the sum of `measured.ahead` over the batch that this is a part of.
+        part: whether this is a microbatch of the batch: the model may then not mix its sequences.
     """
     layout, batch = dealt(batch)
     with layout, tuned_for(options.tuned):
-        return _measured_loss(model, batch, options, key, ahead)
+        return _measured_loss(model, batch, options, key, ahead, part)
 
 
-def _measured_loss(model, batch: Batch, options: StepOptions, key, ahead):
+def _measured_loss(model, batch: Batch, options: StepOptions, key, ahead, part: bool):
     counted, kind = batch.loss_mask.astype(jnp.float32), options.precision.loss_product(model)
     if model.config.tie_embeddings:
         model = eqx.tree_at(lambda m: m.unembedding, model, tied(model.unembedding, batch.tokens, kind))
-    hidden, measured = model(
-        batch.tokens,
-        segment_ids=batch.segment_ids,
-        positions=batch.positions,
-        policy=options.policy,
-        key=key,
-        counted=counted,
-        ahead=ahead,
-    )
+    with cut_batch(sums=True) if part else contextlib.nullcontext():
+        hidden, measured = model(
+            batch.tokens,
+            segment_ids=batch.segment_ids,
+            positions=batch.positions,
+            policy=options.policy,
+            key=key,
+            counted=counted,
+            ahead=ahead,
+        )
     sums = next_token_loss(
         hidden,
         Narrow(model.unembedding, kind) if kind else model.unembedding,
@@ -155,11 +162,12 @@ def make_step(
         if options.ema is not None:
             drawn = jax.random.fold_in(key, zlib.crc32(b"average"))
             average = moving_average(average, model, options.ema, state.step, drawn)
+        norm = optax.tree.norm(in_float32(gradients))
         metrics = {
             "loss": sums.cross_entropy / sums.tokens,
             "z_loss": sums.z_loss / sums.tokens,
             "accuracy": sums.correct / sums.tokens,
-            "grad_norm": optax.tree.norm(in_float32(gradients)),
+            "grad_norm": norm if not met else jnp.where(in_range(met), norm, jnp.nan),
             "tokens": sums.tokens,
             **measured.metrics(sums.tokens),
         }
@@ -196,14 +204,15 @@ def loss_gradients_and_met(model: LanguageModel, largest: Scales, batch: Batch, 
         largest: the elements that scales are made from, by `largest_of`.
     """
     scale, lift = _loss_scale(batch, options.precision)
+    several = (axis := stages_of(model)) is not None or options.microbatches > 1
 
     def mean_loss(params, largest, part, key, ahead=None, scale=scale):
         params = with_largest(with_keys(params, key), largest)
-        sums, measured = batch_loss(params, part, options, key, ahead)
+        sums, measured = batch_loss(params, part, options, key, ahead, part=several)
         return sums.total * scale, (sums, measured)
 
-    to_use = lambda params: options.precision.in_use(params)
-    if (axis := stages_of(model)) is not None:
+    to_use = options.precision.in_use
+    if axis is not None:
         *found, gradients = _through_stages(model, batch, to_use, mean_loss, options, key, axis, scale)
         return *found, _lowered(gradients, lift), {}
     if options.microbatches == 1:
@@ -214,7 +223,7 @@ def loss_gradients_and_met(model: LanguageModel, largest: Scales, batch: Batch, 
     def as_used(params):
         params = to_use(params)
         if options.accumulation == "pending":
-            params = gathered(params)  # as copies, whose gradients stay partial sums
+            params = gathered(params, _TOKENS)  # as copies, whose gradients stay partial sums
         # Scales of narrow products are found by the paths of their weights, which a stack that is taken apart lacks.
         return params if options.precision.products else taken_apart(params)
 
@@ -250,7 +259,7 @@ def _through_stages(
     model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str, scale
 ):
     """The same for a model whose layers are spread over stages."""
-    copied = gathered if options.accumulation == "pending" else lambda params: params
+    copied = (lambda tree: gathered(tree, _TOKENS)) if options.accumulation == "pending" else lambda tree: tree
     last = around_loss(model, axis)
 
     def used(params):
@@ -269,7 +278,8 @@ def _through_stages(
         keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
         return keys, jnp.broadcast_to(scale, numbers.shape)
 
-    loss = lambda params, part, shared: mean_loss(params, {}, part.named(), shared[0], scale=shared[1])
+    with_names = lambda part: jax.tree.map(lambda x: named(x, "batch pos"), part)  # its positions are dealt out
+    loss = lambda params, part, shared: mean_loss(params, {}, with_names(part), shared[0], scale=shared[1])
     cut = lambda batch, count: _parts(batch, count)[1]
     schedule = schedule_of(model, batch.tokens.shape["batch"], options.microbatches)
     (sums, measured), total = pipelined(*use, last, batch, cut, shared, loss, schedule, axis)

@@ -14,6 +14,7 @@ from trellis.inspect import Ledger
 from trellis.named import is_named
 from trellis.notation.typeof import short_dtype
 from trellis.program import Program, trace
+from trellis.program.sizes import local_bytes
 from trellis.train.assemble import Assembled
 from trellis.train.pace import tokens_of
 
@@ -57,7 +58,7 @@ def arrays(assembled: Assembled) -> list[dict[str, Any]]:
                 "dims": dims,
                 "dtype": short_dtype(leaf.dtype),
                 "bytes": math.prod(leaf.array.shape) * leaf.dtype.itemsize,
-                "device_bytes": device_bytes(leaf),
+                "device_bytes": local_bytes(leaf.array),
             }
         )
     return found
@@ -170,13 +171,3 @@ def describe(found: Mapping[str, Any]) -> str:
             for p in found["lengths"]
         )
     return "\n".join(f"{name:<8} {line}" for name, line in lines.items())
-
-
-def device_bytes(tree: Any) -> int:
-    """The bytes on one device of a tree of types with shardings."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        shape = leaf.sharding.shard_shape(leaf.shape)
-        itemsize = 4 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
-        total += math.prod(shape) * itemsize
-    return total

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from trellis.errors import UserError
-from trellis.run.config import Distributed, Run
+from trellis.run.config import Run
 from trellis.run.folder import alone, told_apart
 from trellis.run.schema import plain
 from trellis.train.distributed import is_first
@@ -123,7 +123,7 @@ def check_alike(run: Run, *, until: int | None = None) -> None:
     """
     if jax.process_count() == 1:
         return
-    mine = plain(run) | {"distributed": plain(Distributed())}
+    mine = plain(run) | {"distributed": {"processes": run.distributed.processes}}  # the rest is each process's own
     mine["until"] = until
     mine["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     first, *others = gathered(mine)
@@ -135,6 +135,18 @@ def check_alike(run: Run, *, until: int | None = None) -> None:
                 where=f"process {number}",
                 fix="start all with the same recipe, options and versions",
             )
+
+
+def wait_for_others(what: str) -> None:
+    """Returns when every process has done `what`.
+
+    A CPU's collectives over devices that have not met before end a process whose others come half a minute later, as
+    where one has its compiled step from a cache.
+    """
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(what)
 
 
 def check_text(identities: dict[str, dict]) -> None:

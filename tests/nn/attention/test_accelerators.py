@@ -49,7 +49,7 @@ def test_splash_computes_the_reference(monkeypatch, window, documents, cap, bloc
         return jax.jit(jax.grad(call, (0, 1, 2), has_aux=True))(q, k, v)
 
     with jax.numpy_dtype_promotion("standard"):
-        seen = total(lambda q, k, v: tiled_attention(placement_of(q, k, v, pair), whole, q, k, v, pair))
+        seen = total(lambda q, k, v: tiled_attention(placement_of(q, k, v), whole, q, k, v, pair))
     wanted = total(
         lambda q, k, v: reference_attention(q, k, v, pair, pattern=pattern, scale=scale, logit_softcap=cap, upcast=True)
     )

@@ -239,9 +239,11 @@ def test_refusals(arrays):
     assert refusal(AttentionError, lambda: attention(q, k, v.astype(jnp.bfloat16))) == (
         "q, k and v must have the same dtype, got float32, float32, bfloat16, in attention: cast them to one"
     )
-    assert refusal(AttentionError, lambda: attention(q, k, v, window=0)) == (
-        "a window must hold at least the query itself, got window=0, in attention: use 1 or more, or None"
-    )
+    for window in (0, 2.5):
+        assert refusal(AttentionError, lambda window=window: attention(q, k, v, window=window)) == (
+            f"a window must be a whole number of keys, from 1 on, got window={window}, in attention: use "
+            "1 or more, or None"
+        )
     assert refusal(AttentionError, lambda: attention(q, k, v, segment_ids=(ids, ids[:, :3]))) == (
         "segment_ids must be a pair of 'batch pos' and 'batch key_pos', got shapes ((4, 24), (4, 3)) for q (4, 24, 4, "
         "8) and k (4, 24, 2, 8), in attention: pass (query_ids, key_ids)"
@@ -293,9 +295,9 @@ def test_refused_placements(arrays):
         assert refusal(
             PlacementError, lambda: attention(put(q), put(k, None, None, "model"), put(v, None, None, "model"))
         ) == (
-            "kv_heads must be sharded like heads, or less if each device's heads read whole kv heads, got q "
+            "kv_heads must be sharded like heads, or over the major ones of their mesh axes, or whole, got q "
             "float32[4,24,4,8], k float32[4,24,2@model,8], v float32[4,24,2@model,8], in attention: shard kv_heads "
-            "like heads, or leave both whole"
+            "like heads, or leave them whole"
         )
 
 
@@ -324,3 +326,66 @@ def test_one_example_has_no_batch():
     with tr.Layout(tr.make_mesh(data=8), compute={"batch": "data"}):
         for found, wanted in zip(gradients(tr.vmap(attend, "batch")), gradients(attend), strict=True):
             np.testing.assert_allclose(found.transpose(wanted.names), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_a_window_of_all_keys_hides_some_from_queries_behind_them(arrays, implementation):
+    q, k, v = (np.asarray(x) for x in arrays[:3])
+    k, v = k[:, :16], v[:, :16]
+    for causal in (True, False):
+        found = attention(q, k, v, causal=causal, window=16, implementation=implementation)
+        seen = lambda b, i, j, causal=causal: abs(i - j) < 16 and (j <= i or not causal)
+        np.testing.assert_allclose(found, by_hand(q, k, v, seen), atol=1e-5)
+
+
+def test_a_cap_of_nothing_is_refused(arrays):
+    q, k, v, *_ = arrays
+    for call in (
+        lambda cap: attention(q, k, v, logit_softcap=cap),
+        lambda cap: decode_attention(q[:, 0], k, v, jnp.full(BATCH, 3), logit_softcap=cap),
+        lambda cap: nn.linear_cross_entropy(q[:, :, 0], q[0, 0].T, q[:, :, 0, 0].astype(int), logit_softcap=cap),
+    ):
+        for cap in (0.0, -1.0):
+            with pytest.raises(tr.NamesError, match=f"logit_softcap must be more than 0, got {cap}, in .*: pass None"):
+                call(cap)
+
+
+def test_refusals_of_decoding(arrays):
+    q, k, v, *_ = arrays
+    decode = lambda q, **options: decode_attention(q, k, v, jnp.full(BATCH, 3), **options)
+    assert refusal(AttentionError, lambda: decode(q)) == (
+        "q must be 'batch heads head_dim', k and v 'batch key_pos kv_heads head_dim', got shapes (4, 24, 4, 8), (4, 24"
+        ", 2, 8), (4, 24, 2, 8), in decode_attention: reshape or reorder the dimensions"
+    )
+    assert "got heads=3, kv_heads=2, in decode_attention" in refusal(AttentionError, lambda: decode(q[:, 0, :3]))
+    assert "got window=0, in decode_attention" in refusal(AttentionError, lambda: decode(q[:, 0], window=0))
+    jax.jit(lambda window: decode(q[:, 0], window=window))(2)
+    named = tr.named(q, "batch pos heads head_dim"), *(tr.named(x, "batch key_pos kv_heads head_dim") for x in (k, v))
+    assert refusal(tr.NamesError, lambda: nn.attend_cached(*named, 3)) == (
+        "attention to a cache takes one new position at a time, got q f32[batch=4 pos=24 heads=4 head_dim=8], in "
+        "attend_cached: use attend for several, or keep a dimension 'pos' of size 1"
+    )
+
+
+def test_documents_of_queries_alone_are_refused(arrays):
+    q, k, v, _, ids = arrays
+    k, v = (tr.named(x[:, :8], "batch key_pos kv_heads head_dim") for x in (k, v))
+    call = lambda: nn.attend(tr.named(q, "batch pos heads head_dim"), k, v, segment_ids=tr.named(ids, "batch pos"))
+    assert refusal(tr.NamesError, call) == (
+        "documents are those of queries and of keys, which must have the same positions, got pos=24, key_pos=8 and "
+        "segment_ids i32[batch=4 pos=24], in attend: pass the ids of both to trellis.nn.dot_product_attention"
+    )
+
+
+def test_a_window_that_is_a_value_of_the_program_is_refused(arrays):
+    call = jax.jit(lambda window: attention(*arrays[:3], window=window))
+    assert "a window must be a whole number of keys" in refusal(AttentionError, lambda: call(3))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_no_sequences_have_an_empty_result(arrays, implementation):
+    q, k, v, *_ = arrays
+    out, gradients = jax.value_and_grad(
+        lambda *given: attention(*given, implementation=implementation).sum(), argnums=(0, 1, 2)
+    )(q[:0], k[:0], v[:0])
+    assert out == 0 and [x.shape for x in gradients] == [x[:0].shape for x in (q, k, v)]

@@ -15,7 +15,7 @@ from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.mesh import Layout, make_mesh
 from trellis.named import named
-from trellis.nn.attention import AttentionError, attend, decode_attention, dot_product_attention
+from trellis.nn.attention import AttentionError, attend, attend_cached, decode_attention, dot_product_attention
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sharded import placement_of
 from trellis.nn.attention.sliced.attention import tiled_attention
@@ -145,13 +145,31 @@ def test_decoding_equals_the_last_position(window):
     assert_near(found, formula(q, k, v, sinks, window)[:, -1])
 
 
+def test_sinks_and_lengths_that_are_on_no_mesh():
+    """As any array from outside, also where a program closes over them."""
+    names = ["batch pos heads head_dim", "batch key_pos kv_heads head_dim", "batch key_pos kv_heads value_dim", "heads"]
+    q, k, v, sinks = map(named, arrays(), names)
+    length = named(np.int32(POS), "")
+
+    @jax.jit
+    def both(q, k, v):
+        last = attend_cached(q["pos", POS - 1 :], k, v, length, sinks=sinks)
+        return attend(q, k, v, sinks=sinks).array, last.array[:, 0]
+
+    wanted = formula(*arrays()[:4])
+    with Layout(make_mesh(data=2, model=4), compute={"batch": "data", "heads": "model"}):
+        everywhere, last = both(q, k, v)
+    np.testing.assert_allclose(everywhere, wanted, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(last, wanted[:, -1], rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.slow
 def test_splash_computes_the_formula():
     """Queries of 192 with values of 128, in Pallas's interpreter."""
     shapes = (1, 256, 2, 192), (1, 256, 1, 192), (1, 256, 1, 128), (2,), (1, 256, 2, 128)
     *inputs, g = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
     program = Whole(SplashTiles(scale=192**-0.5, interpret=True), Pattern())
-    splash = lambda q, k, v, sinks: tiled_attention(placement_of(q, k, v, None), program, q, k, v, None, sinks)
+    splash = lambda q, k, v, sinks: tiled_attention(placement_of(q, k, v), program, q, k, v, None, sinks)
     reference = lambda q, k, v, sinks: dot_product_attention(q, k, v, sinks=sinks, implementation="reference")
     assert_near(gradients(splash, *inputs, g), gradients(reference, *inputs, g), 1e-4)
 

@@ -240,7 +240,7 @@ def test_the_busiest_device_has_no_more_to_do_than_another(kind):
         program = Sliced(
             Counting(scale=1.0), Pattern(), ring, axes[len(ring) :], True, "batch key_pos kv_heads head_dim"
         )
-        jax.eval_shape(lambda q, k, v: tiled_attention(placement_of(q, k, v, None), program, q, k, v, None), q, k, v)
+        jax.eval_shape(lambda q, k, v: tiled_attention(placement_of(q, k, v), program, q, k, v, None), q, k, v)
     mean = BATCH * (POS * POS / 2) / mesh.size
     assert sum(scores) == mean
 
@@ -290,9 +290,7 @@ def test_splash_over_slices_computes_the_reference(monkeypatch, sizes, ring, who
         placed = (put(ids, (*ring, *whole)), put(ids, ring)) if documents else None
         for each in kernels:
             program = Sliced(each, pattern, ring, whole, False, "batch kv_heads key_pos head_dim")
-            call = lambda q, k, v, program=program: tiled_attention(
-                placement_of(q, k, v, None), program, q, k, v, placed
-            )
+            call = lambda q, k, v, program=program: tiled_attention(placement_of(q, k, v), program, q, k, v, placed)
             assert_near(gradients(call, q, k, v, g), wanted, tolerance=1e-5)
 
 

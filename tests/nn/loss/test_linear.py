@@ -1,5 +1,6 @@
 """The loss in chunks against the formula: values, gradients, meshes, padding."""
 
+import contextlib
 import functools
 import itertools
 import re
@@ -116,6 +117,29 @@ def test_few_tokens_keep_the_gradient_of_their_logits(vocab_first, with_bias):
     products = [line for line in str(jax.make_jaxpr(grad)(unembed)).splitlines() if "dot_general" in line]
     shape = f"f32[{VOCAB},16]" if vocab_first else f"f32[16,{VOCAB}]"
     assert sum(f":{shape} = dot_general" in line for line in products) == 1
+
+
+@pytest.mark.parametrize("place", [None, ("model",), ("data",), (None, "data")], ids=str)
+def test_targets_that_are_no_words_have_no_logit(arrays, place):
+    """PyTorch's -100, and ids that only a tokenizer has: the same loss however the vocabulary lies."""
+    x, unembed, targets, weights = arrays
+    wrong = targets.at[0].set(jnp.array([-100, -1, 29, 31, VOCAB, 200])).astype(jnp.int16)
+    settings = dict(z_loss=0.1, logit_softcap=4.0, vocab_size=29)
+
+    def without(x, unembed, weights):
+        """The formula with word 0 for those that are none, whose logit is added again."""
+        known = jnp.where(jnp.arange(BATCH)[:, None] == 0, 0, targets)
+        first = jnp.tanh(x[0] @ unembed[0] / 4) * 4
+        return plain(x, unembed, known, weights, vocab_first=True, **settings)[0] + jnp.sum(weights[0] * first)
+
+    total = lambda *given: cross_entropy(*given, vocab_first=True, **settings).total
+    mesh = make_mesh(data=2, context=2, model=2)
+    put = lambda a, *axes: a if place is None else jax.device_put(a, NamedSharding(mesh, P(*axes)))
+    for counted in (weights, weights.at[0].set(0.0)):
+        wanted = jax.jit(jax.value_and_grad(without, (0, 1, 2)))(x, unembed.T, counted)
+        with contextlib.nullcontext() if place is None else jax.set_mesh(mesh):
+            given = put(x, "data"), put(unembed.T, *(place or ())), put(wrong, "data"), put(counted, "data")
+            assert_near(jax.jit(jax.value_and_grad(total, (0, 1, 3)))(*given), wanted)
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -338,3 +362,34 @@ def test_weights_may_be_on_no_mesh(weights, once):
     whole = jax.tree.map(np.asarray, (x, unembed, targets))
     plain = cross_entropy(*map(jnp.asarray, whole), None if weights is None else halves).total
     np.testing.assert_allclose(once(loss)(x, unembed, targets), plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("vocab_first", [False, True])
+def test_what_is_no_word_is_never_correct(vocab_first):
+    """Also where all logits are below the 0 that stands for its logit."""
+    x, unembed = jnp.ones((1, 3, 4)), -jnp.ones((4, 8))
+    unembed = unembed.at[:, 2].set(-0.5)
+    head = unembed.T if vocab_first else unembed
+    for targets, right in (([2, 2, 0], 2), ([2, -100, 8], 1)):
+        assert cross_entropy(x, head, jnp.array([targets]), vocab_first=vocab_first).correct == right
+
+
+def test_what_is_no_token_adds_nothing(arrays):
+    x, unembed, targets, _ = arrays
+    loss = lambda x, unembed: cross_entropy(x, unembed, targets[:0], z_loss=0.1).total
+    total, gradients = jax.value_and_grad(loss, (0, 1))(x[:0], unembed)
+    assert total == 0 and not gradients[1].any() and gradients[0].shape == (0, *x.shape[1:])
+
+
+def test_numbers_of_another_kind_are_refused(arrays):
+    x, unembed, targets, _ = arrays
+    assert refusal(lambda: cross_entropy(x, unembed, targets.astype(float))) == (
+        "x and unembed must be floats and targets whole numbers, got float32, float32 and float32, in "
+        "linear_cross_entropy(vocab_first=False): cast them, as in targets.astype('int32')"
+    )
+    assert "got complex64, float32 and int32" in refusal(lambda: cross_entropy(x.astype("complex64"), unembed, targets))
+    for chunk in (0, -1, 2.5):
+        assert refusal(lambda chunk=chunk: cross_entropy(x, unembed, targets, chunk=chunk)) == (
+            f"a chunk must have one token or more, got chunk={chunk}, in linear_cross_entropy(vocab_first=False): use "
+            "512 or so, or None"
+        )

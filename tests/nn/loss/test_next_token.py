@@ -7,12 +7,13 @@ import pytest
 
 import trellis as tr
 from trellis import nn
+from trellis.inspect import flops
 from trellis.mesh.layout import Layout
 from trellis.mesh.meshes import make_mesh
 from trellis.mesh.topology import slice_devices
 from trellis.named import NamesError, named, shard, vmap
 from trellis.nn.loss import next_token
-from trellis.nn.loss.next_token import next_token_loss
+from trellis.nn.loss.next_token import next_token_loss, tied
 
 
 def traced(loss, pos: int) -> str:
@@ -46,6 +47,23 @@ def test_few_tokens_gather_the_table_in_chunks():
     """Up to as many tokens on a device as the table is wide; for more it is gathered whole."""
     assert "all_gather" in traced(total, 16) and "all_gather" not in traced(total, 17)
     assert "reduced={'data'}" in traced(total, 17) and "reduced={'data'}" not in traced(total, 16)
+
+
+@pytest.mark.parametrize(("batch", "pos", "times"), [(8, 3, 1), (2, 8, 1), (2, 3, 4)])
+def test_no_logits_are_made_twice_where_channels_are_sliced(batch, pos, times):
+    """The mesh axes of channels slice the sequences, or their positions, if they divide them."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w = jax.random.normal(keys[0], (batch, pos, 16)), jax.random.normal(keys[1], (32, 16))
+    targets = jax.random.randint(keys[2], (batch, pos), 0, 32)
+    table = lambda w: tied(named(w, "vocab embed"), named(targets, "batch pos")).array
+    both = jax.value_and_grad(lambda x, w: total(x, table(w), targets), (0, 1))
+    alone = jax.jit(both).lower(x, w).compile()
+    with Layout(make_mesh(data=2, model=4), params={"embed": "model"}, compute={"batch": "data", "embed": "model"}):
+        there = shard(named(x, "batch pos embed"), "compute").array, shard(named(w, "vocab embed")).array
+        sliced = jax.jit(both).lower(*there).compile()
+    assert flops(sliced) * 8 == flops(alone) * times
+    for found, wanted in zip(jax.tree.leaves(sliced(*there)), jax.tree.leaves(alone(x, w)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("params", [{"vocab": "data"}, {"embed": ("data", "replica")}], ids=["words", "columns"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from trellis.nn.moe import Biases, activations, choose, mix, score
 from trellis.nn.moe.activations import activate, activated_product
 from trellis.program import trace
 from trellis.program.said import filled_rows
+from trellis.proof.interpreter import NotInterpreted
+from trellis.proof.interpreter.kernels.activations import KERNELS
 
 GATES = {"swiglu": None, "clamped": ClampedSwiGLU(1.0)}
 # Rows, columns, and each expert's rows: none, in the middle of tiles and at their ends, fewer than a tile, as many as
@@ -199,3 +202,14 @@ def test_gradients_of_a_mixture_on_tpus_are_one_device_s(way, gate):
         proof = tr.prove(jax.grad(loss, argnums=tuple(range(len(names)))), *given, on="v5e:2x2")
     assert proof.proven, str(proof)
     assert {name.partition("ward")[0] for name in proof.kernels} >= {"experts_gate_for", "experts_gate_back"}
+
+
+def test_a_gate_of_whole_numbers_is_named_as_one_of_floats():
+    """A proof knows a kernel's gate by its name."""
+    (*whole, biases), _ = drawn(32, 128, (20, 7), biased=True)
+    kernel = lambda gate: str(jax.make_jaxpr(lambda *a: activate(*a, jnp.array([20, 7]), gate, True))(*whole, biases))
+    assert "experts_gate_forward_7_0_by_2_0" in kernel(ClampedSwiGLU(limit=7, slope=2))
+    assert "experts_gate_forward_7_0_by_2_0" in kernel(ClampedSwiGLU(limit=7.0, slope=2.0))
+    for name in ("experts_gate_forward_wide", "experts_gate_forward_1e_20_by_1_702.3"):
+        with pytest.raises(NotInterpreted, match=f"the gate of the kernel {name}"):
+            KERNELS["experts_gate_forward"](name, None, SimpleNamespace(type=lambda _: None))

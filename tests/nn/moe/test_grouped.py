@@ -237,6 +237,18 @@ def test_tpus_have_kernels_and_no_dense_product(name):
     assert temporaries < 2 * 2**20  # tables of tiles, and what JAX 0.12 copies of the rows
 
 
+def test_gpu_kernels_ask_for_no_signs():
+    """Pallas reads a sign, as of `//`, in the mesh around: inside of a pipeline's stage the kernel's is another."""
+    rows, weights, d, sizes = jnp.ones((300, 32)), jnp.ones((4, 32, 64)), jnp.ones((300, 64)), jnp.ones(4, jnp.int32)
+    all_three = lambda: (
+        triton.multiply(rows, weights, sizes, sources=jnp.arange(300)),
+        triton.rows_gradient((d,), (weights,), sizes),
+        triton.weights_gradient(rows, d, sizes, jnp.float32),
+    )
+    kernels = [e.params["jaxpr"] for e in jax.make_jaxpr(all_three)().eqns if e.primitive.name == "pallas_call"]
+    assert len(kernels) == 3 and not any("= sign " in str(kernel) for kernel in kernels)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # in JAX 0.12
 @pytest.mark.parametrize("name, node, outer", [("h100:1", "8xH100", 0), ("b200:1", "8xB200", 1)])

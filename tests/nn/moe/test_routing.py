@@ -256,3 +256,10 @@ def test_a_balance_that_weighs_nothing_is_told_where_no_part_of_a_batch_changes_
     }
     always = {"router_z", "router_load_max", "router_load_min"}
     assert list(told.values()) == [always, always | {"router_balance"}, always | {"router_balance"}]
+
+
+def test_room_is_counted_without_a_float_s_rounding():
+    """1.1 times 10 tokens are 11; of floats they are a bit more."""
+    ids = named(jnp.zeros((1, 100, 1), jnp.int32), "batch pos choices")
+    kept = limit(Choices(ids, ids.astype(jnp.float32) + 1.0), 10, 1.1)
+    assert kept.weights.sum().array == 11

@@ -47,8 +47,6 @@ class Permutation:
     >>> p = Permutation(10, key=7)
     >>> sorted(p(np.arange(10)).tolist()) == list(range(10))
     True
-    >>> p.inverse(p(np.arange(10))).tolist() == list(range(10))
-    True
     """
 
     def __init__(self, n: int, key: int):
@@ -63,36 +61,20 @@ class Permutation:
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """Where each of `x` goes: i64 of the same shape."""
-        return self._walk(x, self._forward)
-
-    def inverse(self, y: np.ndarray) -> np.ndarray:
-        """Where each of `y` came from: i64 of the same shape."""
-        return self._walk(y, self._backward)
-
-    def _walk(self, x, step):
         x = np.asarray(x)
         if x.size and (x.min() < 0 or x.max() >= self.n):
             raise IndexError(f"a point outside 0..{self.n - 1}: {x.min()}..{x.max()}")
-        out = step(x.astype(np.uint64).reshape(-1))
+        out = self._step(x.astype(np.uint64).reshape(-1))
         n = np.uint64(self.n)
         while (outside := np.flatnonzero(out >= n)).size:
-            out[outside] = step(out[outside])
+            out[outside] = self._step(out[outside])
         return out.astype(np.int64).reshape(x.shape)
 
-    def _forward(self, x):
+    def _step(self, x):
         left, right = x // self._width, x % self._width
         for i, key in enumerate(self._keys):
             if i % 2 == 0:
                 left = (left + mix64(right ^ key) % self._height) % self._height
             else:
                 right = (right + mix64(left ^ key) % self._width) % self._width
-        return left * self._width + right
-
-    def _backward(self, y):
-        left, right = y // self._width, y % self._width
-        for i, key in reversed(list(enumerate(self._keys))):
-            if i % 2 == 0:
-                left = (left + self._height - mix64(right ^ key) % self._height) % self._height
-            else:
-                right = (right + self._width - mix64(left ^ key) % self._width) % self._width
         return left * self._width + right

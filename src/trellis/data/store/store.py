@@ -54,7 +54,7 @@ class Store(TokenStore):
             )
 
     def refresh(self) -> None:
-        metadata = read_metadata(self._folder, "zarr.json")
+        metadata = read_metadata(self._folder)
         about = metadata.get("attributes", {}).get("trellis")
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise UserError(

@@ -45,7 +45,7 @@ class StoreWriter:
         if not folder.exists("zarr.json"):
             _refuse_strangers(folder)
             return writer
-        about = read_metadata(folder, "zarr.json").get("attributes", {}).get("trellis")
+        about = read_metadata(folder).get("attributes", {}).get("trellis")
         if not isinstance(about, dict) or about.get("format") != FORMAT or about.get("version") != VERSION:
             raise UserError(
                 "The output folder of a new store must be empty or not exist yet.",
@@ -267,7 +267,7 @@ def _refuse_strangers(folder):
 def _clear(folder):
     if folder.remote:
         if folder.exists("zarr.json"):
-            read_metadata(folder, "zarr.json")
+            read_metadata(folder)
             folder.delete("zarr.json")
         return
     import shutil

@@ -51,14 +51,14 @@ def _json(value):
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def read_metadata(folder: Folder, name: str) -> dict:
-    """The zarr.json called `name` in a folder.
+def read_metadata(folder: Folder) -> dict:
+    """The zarr.json of a folder.
 
     Raises:
         UserError: it is missing or is not JSON.
     """
     try:
-        value = json.loads(folder.read(name))
+        value = json.loads(folder.read("zarr.json"))
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
         return value
@@ -76,7 +76,7 @@ def read_metadata(folder: Folder, name: str) -> dict:
         raise UserError(
             "The metadata of a token store must be valid JSON.",
             seen=error,
-            where=f"{folder.url}/{name}",
+            where=f"{folder.url}/zarr.json",
             fix="copy the store again, or tokenize again: the file is damaged",
         ) from error
 

@@ -25,7 +25,8 @@ from trellis._compat import bind, scan_counts, within_equation
 from trellis.errors import UserError
 from trellis.mesh.device import rules
 from trellis.mesh.device.moves import moved
-from trellis.notation.state import State
+from trellis.notation.state import State, axes_in
+from trellis.program.manual import axes_over
 from trellis.program.sizes import state_at
 from trellis.program.source import source_of
 from trellis.program.trace import Untraced
@@ -119,8 +120,7 @@ class View:
 
     def _moves(self, equation: JaxprEqn) -> bool:
         """Whether a collective is along a mesh axis of this program's mesh."""
-        axes = equation.params.get("axes", equation.params.get("axis_name", ()))
-        return any(a in self.sizes for a in (axes if isinstance(axes, tuple) else (axes,)))
+        return any(a in self.sizes for a in axes_over(equation))
 
     def _constant(self, value, aval):
         """A device's part of a constant."""
@@ -140,7 +140,7 @@ def _plain(x):
             "A pipeline's stages must receive every array they read as an argument.",
             seen=f"an array {jax.typeof(x).str_short()} that a function closes over",
             where="the layers",
-            fix="put it into the model, or pass it to the layers",
+            fix="hold a parameter in the stack of layers, without their name if all share it; pass on others",
         )
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         with jax.ensure_compile_time_eval():  # the loop of the ticks would trace it
@@ -239,9 +239,7 @@ def _shard_map(view: View, equation: JaxprEqn, args: list) -> list:
 
 
 def _specified(spec, aval) -> State:
-    parts = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec.partitions]
-    axes = (*parts, *[()] * (len(aval.shape) - len(parts)))
-    return State("explicit", tuple(axes), frozenset(spec.unreduced or ()), frozenset(spec.reduced or ()))
+    return State("explicit", axes_in(spec, len(aval.shape)), frozenset(spec.unreduced), frozenset(spec.reduced))
 
 
 def _split(args: list, *counts: int) -> list[list]:

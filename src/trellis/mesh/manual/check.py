@@ -18,6 +18,7 @@ import numpy as np
 from trellis._compat import in_a_rule
 from trellis.mesh.manual.ops import marked
 from trellis.mesh.manual.refusals import among_groups, eqn_line, no_permutation, refusal
+from trellis.mesh.meshes import mesh_text
 from trellis.notation import NotationError, PendingSumError
 from trellis.notation.binding import Bindings
 from trellis.program.manual import COLLECTIVES, SUMS, axes_over
@@ -162,13 +163,21 @@ class _Check:
         return [Held(pending, settled - each, same - each, given) for each in lost]
 
     def check_pairs(self, operation: Operation) -> None:
-        """Refuses a permute that is no permutation of devices, of which JAX tells in a lowering, without the line."""
-        sizes, axes = jax.sharding.get_abstract_mesh().shape, axes_over(operation)
-        if wrong := no_permutation(operation.params["perm"], math.prod(sizes[axis] for axis in axes)):
+        """Refuses a permute that is no permutation of devices, of which JAX tells in a lowering, without the line, and
+        one in another order of mesh axes than that in which JAX counts them (0.12 refuses it in a lowering, too)."""
+        mesh, axes = jax.sharding.get_abstract_mesh(), axes_over(operation)
+        count, place = math.prod(mesh.shape[axis] for axis in axes), f"`{self.bindings.function}`{line_of(operation)}"
+        if wrong := no_permutation(operation.params["perm"], count):
             raise NotationError(
-                f"a permute must send from a device once at most, and to one once at most, got {wrong}, in "
-                f"`{self.bindings.function}`{line_of(operation)}: count devices along '{'/'.join(axes)}' from 0, as in "
-                "(i, (i + 1) % size)"
+                f"a permute must send from a device once at most, and to one once at most, got {wrong}, in {place}: "
+                f"count devices along '{'/'.join(axes)}' from 0, as in (i, (i + 1) % size)"
+            )
+        order = tuple(axis for axis in mesh.axis_names if axis in axes)
+        if axes != order:
+            raise NotationError(
+                "a permute along several mesh axes must name them in the mesh's order, in which JAX counts its devices "
+                f"whatever order it is given (`axis_index` counts in that), got {axes} on the mesh "
+                f"({mesh_text(mesh)}), in {place}: write {order}, and count along '{'/'.join(order)}'"
             )
 
     def pending(self, operation: Operation, operands: list[Axes]) -> Axes:

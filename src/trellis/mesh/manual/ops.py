@@ -6,8 +6,6 @@ collectives below pair each forward operation with its gradient by hand, and a
 pending sum is marked by name for the check in `check.py`.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -111,16 +109,8 @@ def cut(x, dim: int, axes: Axes, *, copied: bool):
 
 def permute(x, before: Axes, after: Axes):
     """`a/x/y -> a/y/x`: the same slices on other devices (gradient: the permute back)."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-
-    def holder(chunk: int) -> int:
-        """The device, counted along `before`, that holds a chunk if the axes slice in the order of `after`."""
-        place = {}
-        for axis in reversed(after):
-            chunk, place[axis] = divmod(chunk, sizes[axis])
-        return functools.reduce(lambda total, axis: total * sizes[axis] + place[axis], before, 0)
-
-    return _permute.permute(x, before, [(chunk, holder(chunk)) for chunk in range(_product(sizes[a] for a in before))])
+    sizes, chunks = jax.sharding.get_abstract_mesh().shape, range(lax.axis_size(before))
+    return _permute.permute(x, before, [(n, _permute.renumbered(n, after, before, sizes)) for n in chunks])
 
 
 def copy(x, axes: Axes):
@@ -142,15 +132,11 @@ def empty(x, shape: tuple[int, ...], before: Shape, after: Shape):
     return copy(x, after.copied) if after.copied else x
 
 
-def _product(sizes) -> int:
-    return functools.reduce(lambda a, b: a * b, sizes, 1)
-
-
 def _take(x, dim: int, axes: Axes):
     """This device's slice of a value that it holds whole."""
     if not _has_states(x):
         return own_part(x, dim, axes)
-    count, index = _product(lax.axis_size(a) for a in axes), lax.axis_index(axes)
+    count, index = lax.axis_size(axes), lax.axis_index(axes)
     size = x.shape[dim] // count
     # JAX has no dynamic_slice of pending sums: choose one of all slices, as the sum of it and zeros.
     parts = x.reshape(*x.shape[:dim], count, size, *x.shape[dim + 1 :])
@@ -159,7 +145,7 @@ def _take(x, dim: int, axes: Axes):
 
 def _put(x, dim: int, axes: Axes):
     """This device's slice at its place, and zeros elsewhere."""
-    count, index = _product(lax.axis_size(a) for a in axes), lax.axis_index(axes)
+    count, index = lax.axis_size(axes), lax.axis_index(axes)
     parts = jnp.broadcast_to(jnp.expand_dims(x, dim), (*x.shape[:dim], count, *x.shape[dim:]))
     return _only(index, parts, dim).reshape(*x.shape[:dim], count * x.shape[dim], *x.shape[dim + 1 :])
 

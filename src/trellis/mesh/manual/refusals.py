@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from trellis._compat import maps_no_copies, of_groups
-from trellis.errors import TrellisError, did_you_mean
+from trellis._compat import maps_no_copies, of_groups, refuses_slices
+from trellis.errors import TrellisError, did_you_mean, shortened
 from trellis.frames import in_a_library, users_line
 from trellis.mesh.meshes import MeshError, mesh_text
 from trellis.notation import NotationError, PendingSumError, Shape, TypeMismatch
-from trellis.notation.binding import Bindings
+from trellis.notation.binding import Bindings, left_axes
 
 _REFUSED = re.compile(r"unreduced|reduced")
 # What JAX says (0.10.2 and 0.12) when it differentiates operations on a copy other than products and sums.
@@ -80,8 +80,14 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
             f"a loop's carry must start with the type that its body returns, got {carried[1]} and then {carried[2]}, "
             f"in `{bindings.function}`{line}: {fix}"
         ) from error
+    _raise_of_left(error, f"`{bindings.function}`{line}", left_axes())
     if not _REFUSED.search(text):
         return
+    if (copied := re.search(r"args which are reduced.*?R:\(?(\w+)", text)) is not None:
+        raise TypeMismatch(
+            f"a copy '~{copied[1]}' can only be multiplied with an operand that {copied[1]} slices, got a collective "
+            f"of one or a cast, in `{bindings.function}`{line}: use the value from before the reshard to '~{copied[1]}'"
+        ) from error
     if "Inputs cannot be replicated on the same axes" in text:
         raise TypeMismatch(
             "a copy '~x' can only be multiplied with an operand that x slices, got an elementwise operation of one "
@@ -95,6 +101,18 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
         found.group(1) if found else "mul" if "bilinear" in text or "should be reduced" in text else "an operation"
     )
     raise PendingSumError(refusal(operation, axes, line, bindings)) from error
+
+
+def _raise_of_left(error: Exception, place: str, left: Collection[str]) -> None:
+    """Puts into our words that JAX's types refuse an operation on slices along mesh axes that are left; lets others
+    pass. These types have no partial sums and copies."""
+    if left and (refuses_slices(error) or "out_sharding" in str(error)):
+        raise MeshError(
+            "JAX can compute an operation on slices along a mesh axis that is left to the surrounding program only if "
+            f"it knows how the result is sliced, got one where it does not ({shortened(str(error), 240)}), in {place}: "
+            f"jax.reshard the array first, pass out_sharding, or add {' and '.join(map(repr, sorted(left)))} to the "
+            "axes of shard_map"
+        ) from error
 
 
 def among_groups(operation: str, line: str, bindings: Bindings) -> str:
@@ -142,17 +160,19 @@ def no_permutation(pairs: Sequence, count: int) -> str | None:
     return None
 
 
-def raise_of_call(error: Exception, name: str, mesh) -> None:
+def raise_of_call(error: Exception, name: str, mesh, left: Collection[str] = ()) -> None:
     """Puts what JAX says of a whole call, after its body was traced, into our words; lets any other error pass.
 
     Args:
         error: from `jax.shard_map`, also where the call is differentiated or mapped.
         name: of the function.
         mesh: that it runs on.
+        left: the mesh axes that are left to the surrounding program.
     """
     if isinstance(error, TrellisError):
         return
     text = str(error)
+    _raise_of_left(error, f"`{name}`", left)
     if isinstance(error, NotImplementedError) and maps_no_copies(error):
         raise NotationError(
             "JAX cannot map over a manual function that begins or ends a pending sum or a copy, got one under vmap, in "

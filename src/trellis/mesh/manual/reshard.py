@@ -6,6 +6,7 @@ import jax
 
 from trellis.mesh.manual import ops
 from trellis.mesh.manual.refusals import settled
+from trellis.mesh.manual.single import single_axes, typed_as
 from trellis.notation import Shape, TypeMismatch, typeof
 from trellis.notation.binding import bind_shape, left_axes, live, partly_manual, real_axes
 from trellis.notation.state import state_of
@@ -36,7 +37,7 @@ def manual_reshard(before: Shape, after: Shape, x):
     _check_manual((before, after), mesh, where)
     bindings = live()
     bind_shape(before, x, where, bindings)
-    written = before
+    written = before, after
     before, after = real_axes(before, mesh), real_axes(after, mesh)
     mentioned = {a for s in (before, after) for a in (*s.mesh_axes, *s.pending, *s.copied)}
     x = check_slice(x, before, where, mentioned=mentioned)
@@ -45,8 +46,8 @@ def manual_reshard(before: Shape, after: Shape, x):
             f"only numbers can be summed over devices, got {typeof(x)}, in {where}: cast the summed values to int32, "
             "and compare the sum with 0"
         )
-    if bindings is not None and written.pending and written in bindings.pending:
-        bindings.pending.remove(written)
+    if bindings is not None and written[0].pending and written[0] in bindings.pending:
+        bindings.pending.remove(written[0])
     shape = _whole(before, x, mesh)
     for dim, size in zip(after.dims, shape, strict=True):
         check_divides(dim.name, size, dim.axes, mesh.shape, where)
@@ -57,6 +58,7 @@ def manual_reshard(before: Shape, after: Shape, x):
         # The ledger reads the names off this scope: JAX's types have none.
         with jax.named_scope(f"reshard[{step.before} -> {step.after}]"):
             x = _perform(step, x, where)
+    x = typed_as(x, *written)
     return x if bindings is None else bindings.made(x, after)
 
 
@@ -78,9 +80,10 @@ def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[s
         raise TransitionError(
             f"{rule}, got a slice '{known}' for '{shape}', in {where}: write '{known}', or reshard it from there"
         )
-    x = ops.without_single_axes(x)
+    single = bindings is not None and bindings.single
+    x = x if single else ops.without_single_axes(x)
     state = state_of(x)
-    sliced, states = set(shape.mesh_axes), {*shape.pending, *shape.copied}
+    sliced, states = {*shape.mesh_axes, *(single_axes() if single else ())}, {*shape.pending, *shape.copied}
     if partly_manual():  # a type does not tell partial sums from slices, but both differ from device to device
         extra = state.varying - sliced - states
         same = set(shape.pending) - state.varying

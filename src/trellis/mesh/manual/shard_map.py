@@ -9,14 +9,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from trellis._compat import manual_beside_explicit_axes, unknown_axis, zeros_in_their_states
 from trellis.mesh.landing import placed
 from trellis.mesh.manual.check import check_pending, met_line
+from trellis.mesh.manual.ops import without_single_axes
 from trellis.mesh.manual.refusals import none_manual, not_along, raise_in_notation, raise_of_call
 from trellis.mesh.manual.reshard import TransitionError, check_slice
 from trellis.mesh.manual.rules import with_checked_rules
+from trellis.mesh.manual.single import trace_body
 from trellis.mesh.manual.slices import check_slices, joined_in, otherwise, sliced_as
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.notation import (
@@ -32,7 +34,7 @@ from trellis.notation import (
 from trellis.notation.annotation import DType, array_types, hint_text, hints_of
 from trellis.notation.binding import bind_shape, binding, check_array, held_shape, manual_axes, real_axes
 from trellis.notation.checked import Leaf, is_typed_leaf, typed_leaves
-from trellis.notation.state import mesh_of, mode_of, state_of
+from trellis.notation.state import axes_in, mesh_of, mode_of, state_of
 from trellis.notation.struct import check_divides
 from trellis.notation.typeof import is_array, is_named
 from trellis.program.reading import Program
@@ -139,7 +141,7 @@ class _Call:
         try:
             grouped = mapped(*arrays)
         except Exception as error:
-            raise_of_call(error, self.name, self.shape)
+            raise_of_call(error, self.name, self.shape, self.left)
             raise
         assert self.rebuild is not None  # the body has been traced
         return self.rebuild(grouped)
@@ -195,8 +197,8 @@ class _Call:
         single = {axis for axis, size in shown.shape.items() if size == 1}
         self.shape = shown
         self.manual = tuple(a for a in shown.axis_names if a in (asked | single) - taken)
-        left = [a for a in shown.axis_names if a not in (*self.manual, *single)]
-        self.partly = bool(left)
+        self.left = [a for a in shown.axis_names if a not in (*self.manual, *single)]
+        self.partly = bool(self.left)
         if self.partly:
             manual_beside_explicit_axes()
         else:
@@ -318,6 +320,7 @@ class _Call:
 
     def body(self, bound, trees, leaves, slices, specs, results):
         out: dict = {}
+        kinds = [leaf.kind for _, mine in leaves for leaf in mine if leaf.kind is not None]
 
         def program(*slices):
             rest = iter(slices)
@@ -341,14 +344,14 @@ class _Call:
 
         with binding(self.bindings):
             try:
-                traced = jax.make_jaxpr(program)(*slices)
+                traced = trace_body(program, slices, [kind.shape for kind in kinds], self.bindings)
             except Exception as error:
                 if (name := unknown_axis(error, manual_axes())) is not None:
                     raise MeshError(not_along(name, self.name, self.shape)) from error
                 raise_in_notation(error, self.bindings)
                 raise
             read = Program(traced.jaxpr)
-            pending, lie, untold = self.checked(read, [_sliced(spec, x.ndim) for spec, x in zip(specs, slices)])
+            pending, lie, untold = self.checked(read, [axes_in(spec, x.ndim) for spec, x in zip(specs, slices)])
             run = functools.partial(eval_jaxpr, with_checked_rules(traced.jaxpr, self.bindings), traced.consts)
             if any(equations_of(traced.jaxpr, "shard_map")):
                 run = jax.jit(run)  # JAX runs one inside another only in a compiled program (0.10.2)
@@ -453,15 +456,16 @@ class _Call:
             )
         if self.partly:
             held = held_shape(wanted, array)
-            left = [tuple(a for a in d.axes if a not in self.manual) for d in held.dims]
-            said = [tuple(a for a in d.axes if a not in self.manual) for d in wanted.dims]
+            kinds = zip(self.shape.axis_names, self.shape.axis_types, strict=True)
+            typed = {a for a, kind in kinds if kind != AxisType.Auto} - set(self.manual)
+            left, said = ([tuple(a for a in d.axes if a in typed) for d in each.dims] for each in (held, wanted))
             if left != said:
                 raise TypeMismatch(
                     f"a result must match its annotation, got '{held}' for {leaf.kind}, in {leaf.place}: correct the "
                     "mesh axes that are left to the surrounding program"
                 )
         try:
-            return check_slice(array, wanted, leaf.place, "a result must match its annotation")
+            return check_slice(without_single_axes(array), wanted, leaf.place, "a result must match its annotation")
         except TransitionError as error:
             if line := met(wanted.mesh_axes):
                 raise type(error)(f"{error}, or gather it before it meets values that do not differ{line}") from None
@@ -477,12 +481,6 @@ def _number(leaf: Leaf) -> Leaf:
     if dtype is not None and not jnp.issubdtype(dtype, holds):
         return leaf
     return dataclasses.replace(leaf, value=jnp.asarray(leaf.value, dtype))
-
-
-def _sliced(spec: PartitionSpec, rank: int) -> tuple:
-    """For each dimension, the mesh axes that a spec slices it over."""
-    axes = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec.partitions]
-    return (*axes, *[()] * (rank - len(axes)))
 
 
 def _plain(x):

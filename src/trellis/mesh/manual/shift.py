@@ -21,7 +21,7 @@ def shift(text: str, x, axis: str, *, by: int = 1):
     Raises:
         TransitionError: no dimension is sliced over `axis`, `x` is not of that type, or it is a whole array.
     """
-    where = f"shift('{text}', over='{axis}')"
+    where = f"shift('{text}', axis='{axis}')"
     shape = parse(text)
     if axis not in shape.mesh_axes:
         raise TransitionError(

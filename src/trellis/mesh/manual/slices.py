@@ -17,8 +17,9 @@ from trellis.mesh.manual.reshard import TransitionError
 from trellis.notation import Dim, Shape
 from trellis.notation.binding import Bindings, TypeMismatch
 from trellis.program.manual import COLLECTIVES, axes_over
-from trellis.program.reading import Body, Operation, Program, Value
+from trellis.program.reading import LEAVE, Body, Operation, Program, Value
 from trellis.program.scopes import transition_in
+from trellis.program.sizes import state_at
 from trellis.program.slices import JOINED, bare_axis, broadcasts, slices_kept, windows
 
 # Operations whose operands do not meet element by element.
@@ -123,6 +124,9 @@ class _Check:
             )
         elif operation.name in COLLECTIVES:
             along -= set(axes_over(operation))
+        elif operation.name == LEAVE:  # what differs along an inner function's own mesh axes is sliced around it
+            along -= set(state_at(operation.results[0].aval).sliced)
+            along |= varying(operation.operands[0]) - set(operation.params["newly_manual_axes"])
         elif operation.name == "io_callback":  # each device calls it for itself
             along = along.union(jax.sharding.get_abstract_mesh().manual_axes)
         else:

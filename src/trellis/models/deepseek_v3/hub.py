@@ -8,6 +8,7 @@ from trellis.models.deepseek_v3.deepseek_v3 import DeepseekV3Config
 from trellis.models.llama.hub import DROPPED, KEYS, from_hub, to_hub
 from trellis.models.mixtral.hub import refuse_others
 from trellis.models.qwen3_moe.hub import fused
+from trellis.nn import LinearScaling, Llama3Scaling
 from trellis.nn.moe import Routing
 
 _LAYER = "model.layers.{}"
@@ -89,6 +90,14 @@ def _to_hub(config: DeepseekV3Config, positions: int) -> dict:
 
 def _from_hub(hub: Mapping) -> dict:
     shared = from_hub(hub)
+    rope = {**(hub.get("rope_parameters") or {}), **(hub.get("rope_scaling") or {})}
+    if (part := rope.get("mscale_all_dim")) and isinstance(shared["rope_scaling"], LinearScaling | Llama3Scaling):
+        raise UserError(  # transformers lets scores grow by it, whatever scales positions
+            "In a DeepSeek-V3 mscale_all_dim must come with YaRN.",
+            seen=f"mscale_all_dim: {part}, rope_type: {shared['rope_scaling'].kind}",
+            where="config.json",
+            fix="use a model without it, or of the type yarn",
+        )
     for name in ("kv_heads", "head_dim"):
         del shared[name]
     return {

@@ -70,7 +70,10 @@ def _from_hub(hub: Mapping) -> dict:
             where="config.json",
             fix="use a model that scales positions in the other layers alone",
         )
-    shared = from_hub({**hub, "layer_types": None, "sliding_window": None, "rope_parameters": far})
+    # The length before scaling is among the parameters of a kind of layers, or the model's.
+    left = dict.fromkeys(("layer_types", "sliding_window", "original_max_position_embeddings"))
+    theta = far.get("rope_theta", hub["rope_theta"])
+    shared = from_hub({**hub, **left, "rope_theta": theta, "rope_parameters": far})
     return {
         **shared,
         "window": hub["sliding_window"],

@@ -25,6 +25,13 @@ _KEYS = {
     "norm.bias": Key("transformer.ln_f.bias", "embed"),
 }
 
+ALIASES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
 
 def _to_hub(config: GPT2Config, positions: int) -> dict:
     return {
@@ -74,5 +81,6 @@ FAMILY = Family(
     to_hub=_to_hub,
     from_hub=_from_hub,
     fixed={"activation_function": "gelu_new", "scale_attn_weights": True, "tie_word_embeddings": True},
+    aliases=ALIASES,
     dropped={"attn_pdrop": 0.1},
 )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from trellis import UserError
 from trellis.hub import Family, Key
+from trellis.models.gpt2.hub import ALIASES
 from trellis.models.gptj.gptj import GPTJConfig
 
 _KEYS = {
@@ -68,6 +69,7 @@ FAMILY = Family(
     to_hub=_to_hub,
     from_hub=_from_hub,
     fixed={"activation_function": "gelu_new", "tie_word_embeddings": False},
+    aliases=ALIASES,
     dropped=_DROPPED,
     zeros=(_KEYS["unembedding_bias"],),
 )

@@ -116,12 +116,15 @@ def _rope(hub: Mapping) -> dict:
         if any(isinstance(value, Mapping) for value in rope.values()):
             raise TypeError("rotary positions of several kinds")
         if rope:
-            rope.setdefault("rope_type", rope.get("type", "default"))
-    if differing := [name for name, value in newer.items() if older.get(name, value) != value]:
+            rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+    # Beside a rope_scaling nothing of rope_parameters holds.
+    held = {"rope_theta": hub.get("rope_theta", 10000.0)} | older
+    if older and (differing := [name for name, value in newer.items() if held.get(name) != value]):
         name = differing[0]
+        place = "in" if name in older else "beside"
         raise UserError(
             "A config.json that has both rope_scaling and rope_parameters must say the same in both.",
-            seen=f"{name}: {older[name]} in rope_scaling, {newer[name]} in rope_parameters",
+            seen=f"{name}: {held.get(name)} {place} rope_scaling, {newer[name]} in rope_parameters",
             where="config.json",
             fix="remove the one that does not hold",
         )
@@ -133,7 +136,16 @@ def _rope(hub: Mapping) -> dict:
             where="config.json",
             fix="use a model without partial_rotary_factor",
         )
-    length = hub.get("original_max_position_embeddings") or hub.get("max_position_embeddings")
+    length = hub.get("original_max_position_embeddings")
+    inner = (older | newer).get("original_max_position_embeddings", length)
+    if length is not None and inner != length:
+        raise UserError(
+            "A config.json that has original_max_position_embeddings twice must have the same length in both.",
+            seen=f"{inner} in {'rope_scaling' if older else 'rope_parameters'}, {length} beside it",
+            where="config.json",
+            fix="remove the one that does not hold",
+        )
+    length = length or hub.get("max_position_embeddings")
     return ({"original_max_position_embeddings": length} if length else {}) | older | newer
 
 

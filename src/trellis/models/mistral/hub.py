@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from trellis import UserError
 from trellis.hub import Family
 from trellis.models.llama.hub import DROPPED, KEYS, from_hub, to_hub
 from trellis.models.mistral.mistral import MistralConfig
@@ -13,7 +14,16 @@ def _to_hub(config: MistralConfig, positions: int) -> dict:
 
 def _from_hub(hub: Mapping) -> dict:
     window = hub.get("sliding_window")
-    return {**from_hub({**hub, "sliding_window": None}), "window": window}
+    kind = "full_attention" if window is None else "sliding_attention"
+    kinds = hub.get("layer_types") or [kind]
+    if other := sorted(set([kinds] if isinstance(kinds, str) else kinds) - {kind}):
+        raise UserError(
+            "The layers of a Mistral must all see its window, or all keys if it has none.",
+            seen=f"layer_types: {', '.join(other)}; sliding_window: {window}",
+            where="config.json",
+            fix=f"use a model whose layer_types are all {kind}, or without them",
+        )
+    return {**from_hub({**hub, "sliding_window": None, "layer_types": None}), "window": window}
 
 
 FAMILY = Family(

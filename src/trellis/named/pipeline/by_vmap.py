@@ -86,11 +86,12 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
         layers: all layers.
         axis: the mesh axis of the stages.
         x: a tree of arrays that have the name `batch`.
-        args: what every layer gets; arrays that have the name `batch` travel with their microbatch.
+        args: what every layer gets; arrays that have the name `batch` travel with their microbatch. Of others every
+            stage has its own for each slice of the batch, as of the layers, so that their gradients are summed once.
         block: the stacked layers, with their name anywhere in an array; an array without it belongs to every layer.
             Gradients are added up over the ticks in float32.
-        each: a tree of arrays with the layers' name. The number of each slice's microbatch is folded into random keys,
-            here and in `args`, and into those that a layer closes over if it draws along `batch`.
+        each: a tree of arrays with the layers' name. What a layer draws along `batch`, from whatever key, is drawn for
+            each slice's microbatch by its number; what it draws along other names is the same for all.
 
     Raises:
         NamesError: `x` has no batch, or one that cannot be cut.
@@ -108,18 +109,24 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
     travelling = [leaf for leaf, does in zip(leaves, travels, strict=True) if does]
     plan = _Plan.of(layers, axis, travelling[0].shape[BATCH])
     entering = [plan.cut(leaf) for leaf in travelling]
-    block = jax.tree.map(lambda p: _leading(p, layers), block, is_leaf=is_named)
+    block = jax.tree.map(lambda p: leading(p, layers), block, is_leaf=is_named)
     kinds = [p.dtype for p in flat(block)]
     copied, form = jax.tree.flatten(jax.tree.map(plan.spread, block, is_leaf=is_named), is_leaf=is_named)
     each = jax.tree.map(plan.by_stage, each, is_leaf=is_named)
+    shares = [not does and _is_float(leaf) for leaf, does in zip(leaves, travels, strict=True)]
+    copied = copied, [plan.share(leaf) for leaf, does in zip(leaves, shares, strict=True) if does]
 
     def work(part, travelling, copied, each):
         """One stage in one tick, on the part with this number of one slice of the batch."""
-        arrived = iter(travelling)
-        slots = [next(arrived) if does else leaf for leaf, does in zip(leaves, travels, strict=True)]
+        arrived, (copied, shared) = iter(travelling), copied
+        own = iter(shared)
+        mine = lambda leaf: next(own)[IN_STAGE, 0].astype(leaf.dtype)
+        slots = [
+            next(arrived) if does else mine(leaf) if is_shared else leaf
+            for leaf, does, is_shared in zip(leaves, travels, shares, strict=True)
+        ]
         x, args = jax.tree.unflatten(structure, slots)
         block = jax.tree.unflatten(form, [p.astype(kind) for p, kind in zip(copied, kinds, strict=True)])
-        args, each = jax.tree.map(lambda e: _with_part(e, part.array), (args, each), is_leaf=is_named)
         with plan.inside, for_part(part.array):
             x = stage(x, args, *_renamed((block, each), layers.name))
         return [*flat(x), *travelling[carried:]]
@@ -171,7 +178,7 @@ class _Plan:
 
     @staticmethod
     def of(layers: Axis, axis: str, batch: int) -> "_Plan":
-        outside = current_layout().even()
+        outside = dataclasses.replace(current_layout().even(), cut=())
         stages = outside.mesh.shape[axis]
         (over,) = outside.without(axis).assign((BATCH,))
         copies = math.prod(outside.mesh.shape[a] for a in over)
@@ -233,6 +240,10 @@ class _Plan:
         p = p.astype(jnp.float32) if jnp.issubdtype(p.dtype, jnp.floating) else p
         return self.split(p)
 
+    def share(self, p: NamedArray) -> NamedArray:
+        """What every layer gets, `"..."`, as `f32["layers copies in_stage ..."]`: one for each stage."""
+        return self.spread(broadcast_to(p, {self.layers: self.stages, **p.shape}))
+
     def by_stage(self, p):
         """What each layer gets, `"layers ..."`, as `"layers in_stage ..."`, the first over the stages."""
         if not is_named(p):
@@ -253,7 +264,11 @@ class _Plan:
             return x.with_array(jax.shard_map(permute, in_specs=spec, out_specs=spec)(x.array))
 
 
-def _leading(p, layers: Axis):
+def _is_float(x) -> bool:
+    return is_named(x) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def leading(p, layers: Axis):
     """A parameter with the layers' name in front.
 
     Raises:
@@ -292,16 +307,3 @@ def made_alike(parts: Parts, layers: str, axis: str, call: Callable, block, each
 def _renamed(tree, layers: str):
     """The layers of one stage under the layers' own name again."""
     return jax.tree.map(lambda p: p.rename(in_stage=layers) if is_named(p) else p, tree, is_leaf=is_named)
-
-
-def _with_part(x, part: jax.Array):
-    """Random keys for this part of the batch, unlike other parts'; keys of single rows, and all else, unchanged."""
-    array = x.array if is_named(x) else x
-    if not jnp.issubdtype(getattr(array, "dtype", jnp.float32), jax.dtypes.prng_key) or (
-        is_named(x) and BATCH in x.names
-    ):
-        return x
-    fold = jax.random.fold_in
-    for _ in array.shape:
-        fold = jax.vmap(fold, (0, None))
-    return x.with_array(fold(array, part)) if is_named(x) else fold(array, part)

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Generator
 from typing import Any
 
+from jax.extend.core import take_current_trace
+
 from trellis.named.axis import NamesError
 
 
@@ -59,10 +61,18 @@ def before(name: str, function: Callable, *args) -> Fold:
     """The call of the layers of this name in `function(*args)`.
 
     Raises:
-        NamesError: it calls none.
+        NamesError: it calls none, or calls them inside of a function that JAX traces by itself.
     """
+    outside = _trace()
 
     def stop(fold: Fold):
+        if _trace() is not outside:  # what the layers get exists in there alone
+            raise NamesError(
+                "a pipeline's layers must be called by the model itself, got a call inside of a function under "
+                "jax.jit, jax.checkpoint, jax.vmap or a loop of JAX: call the model without it (a step is compiled "
+                "as a whole, and the run's `remat` says what is computed again), or remove the layers from the "
+                "layout's compute"
+            )
         raise _Reached(fold)
 
     with _meeting(name, stop):
@@ -96,6 +106,12 @@ def after(name: str, function: Callable, result: Any, *args) -> Any:
 
     with _meeting(name, give):
         return function(*args)
+
+
+def _trace() -> Any:
+    """The trace that what is computed now becomes a part of."""
+    with take_current_trace() as trace:
+        return trace
 
 
 @contextlib.contextmanager

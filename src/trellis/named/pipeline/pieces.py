@@ -21,7 +21,7 @@ from trellis.named.pipeline.cut import Fold, after, before
 from trellis.named.pipeline.parts import BATCH, Parts
 from trellis.named.pipeline.traced import Traced
 from trellis.named.scan import loop
-from trellis.notation import spec_of
+from trellis.notation import spec_of, typeof
 from trellis.notation.state import state_of
 from trellis.program.reading import jaxprs_in
 
@@ -50,7 +50,7 @@ class Source:
         function: `function(params, part) -> (loss, sums)` of one microbatch, in which the layers run.
         rebuild: gives the parameters, from the list of those outside of the layers.
         outer: types of these, as they are used.
-        block: the tree of the parameters of a layer.
+        layers: the parameters of the layers, as `rebuild` gives them in a stack.
         layer: their types, a list, each with the layers' name in front, of size 1.
         part: types of one microbatch.
         parts: how the layers are cut.
@@ -61,7 +61,7 @@ class Source:
     function: Callable
     rebuild: Callable
     outer: list[jax.ShapeDtypeStruct]
-    block: Any
+    layers: list[jax.Array]
     layer: list[jax.ShapeDtypeStruct]
     part: Any
     parts: Parts
@@ -115,6 +115,7 @@ class Pieces:
         self.args, self.each = self.context.out
         self.row = Traced.of(self._row, self.each, self.number)
         self.carried = (self.enter.out, self._made())
+        self._check_carried()
         self._trace_gradients()
 
     def all(self) -> dict[str, Traced]:
@@ -133,19 +134,39 @@ class Pieces:
         self.fold = before(self.source.name, self.source.function, self.source.rebuild(outer), part)
         return self.fold
 
+    def _block(self, block) -> tuple[list[int], Any]:
+        """Where the parameters of the layers that the program runs are among the model's, and their tree.
+
+        Raises:
+            NamesError: one is none of them: what the program makes is not what every stage has.
+        """
+        given, places = self.source.layers, []
+        number = {id(x): i for i, x in enumerate(given)}
+        leaves, tree = jax.tree_util.tree_flatten_with_path(block)
+        for i, (path, x) in enumerate(leaves):
+            if id(x) not in number:
+                name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".array")
+                raise NamesError(
+                    "the layers that a pipeline runs must have the parameters of the model's stack as they are, got "
+                    f"another array as `{name}`: make it of the stack's in each layer (`fold` takes a `call`), or hold "
+                    "it in the model's stack, without the layers' name if all layers share it"
+                )
+            places.append(i if i < len(given) and given[i] is x else number[id(x)])
+        return places, tree
+
     def _layer(self, block, x, args, each):
         """One layer. It picks its parameters where it reads them, so its backward pass keeps the arguments."""
         fold, name = self.fold, self.fold.stack.axis.name
-        stack = dataclasses.replace(fold.stack, block=jax.tree.unflatten(self.source.block, block))
+        places, tree = self._block(fold.stack.block)
+        stack = dataclasses.replace(fold.stack, block=jax.tree.unflatten(tree, [block[i] for i in places]))
         pick = lambda e: index(e, {name: 0}) if is_named(e) and name in e.names else e
         call = fold.call or (lambda layer, x, *rest: layer(x, *rest))
 
         def one(x):
             mine = jax.tree.map(pick, each, is_leaf=is_named)
-            if fold.makes:  # layers measure a microbatch, and results are summed over all
-                return call(stack.layer(0), x, *mine, *args)
-            with _cut():
-                return call(stack.layer(0), x, *mine, *args), None
+            with cut_batch(sums=fold.makes):  # what layers measure of a microbatch is summed over all
+                made = call(stack.layer(0), x, *mine, *args)
+            return made if fold.makes else (made, None)
 
         return loop(one, fold.stack.axis.resize(1), False, 1, fold.policy, once=lambda body: body)(x)
 
@@ -219,6 +240,16 @@ class Pieces:
                 "exchange (the layout's context), or remove the positions or the layers from the layout's compute"
             )
 
+    def _check_carried(self) -> None:
+        """Refuses integers beside the stream: what stages pass on comes back as a gradient."""
+        for x in jax.tree.leaves(self.carried, is_leaf=is_named):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise NamesError(
+                    "what the layers of a pipeline carry and give must be floating-point numbers, which have a "
+                    f"gradient, got {typeof(x)}: make it float32 or, if no layer changes it, pass it to the layers as "
+                    "an argument"
+                )
+
     def _check_layers(self) -> None:
         """Refuses permutes in uneven parts: they involve all devices; some stages lack a layer."""
         parts = self.source.parts
@@ -239,7 +270,8 @@ class Pieces:
         if self._read_by(self.context):
             raise NamesError(
                 "arguments shared by all layers of a pipeline must be made from the batch alone, got an argument of "
-                "the layers that is made from parameters: pass it to the layers as a part of what they carry"
+                "the layers that is made from parameters: pass it to the layers as a part of what they carry, or hold "
+                "a parameter that all layers share in their stack, without the layers' name"
             )
 
     def _made(self):
@@ -256,10 +288,10 @@ class Pieces:
         return jax.tree.map(lambda x: x.with_array(pick(x)) if has(x) else x, each, is_leaf=is_named)
 
 
-def _cut() -> contextlib.AbstractContextManager:
-    """Keeps layers from computing along the batch, of which they see a microbatch."""
+def cut_batch(*, sums: bool) -> contextlib.AbstractContextManager:
+    """Keeps a program that sees a microbatch from computing along the batch, except for sums if these are added up."""
     layout = current_layout()
-    return contextlib.nullcontext() if layout is None else dataclasses.replace(layout, cut=(BATCH,))
+    return contextlib.nullcontext() if layout is None else dataclasses.replace(layout, cut=(BATCH,), sums=sums)
 
 
 def put(arrays: list, places: list[int], some: list) -> list:

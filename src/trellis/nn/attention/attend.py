@@ -11,8 +11,9 @@ from trellis.mesh.dealing import deal, undeal
 from trellis.mesh.layout import POSITIONS, Layout, current_layout
 from trellis.mesh.manual.ops import vary
 from trellis.named import NamedArray, NamesError
+from trellis.named.array import is_named
 from trellis.named.explicitly import explicitly
-from trellis.named.operand import slices_dealt
+from trellis.named.operand import operand, slices_dealt
 from trellis.named.placing import move, refuse_slices
 from trellis.nn.attention.decode import decode_attention
 from trellis.nn.attention.dispatch import dot_product_attention
@@ -79,6 +80,7 @@ def attend(
 def _attended(q, k, v, segment_ids, sinks, *, window: int | None, **options) -> NamedArray:
     """`attend` for a batch, where the types say what is sliced."""
     q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose((*KEY[:3], _width(v)))
+    sinks = None if sinks is None else operand(sinks, "attend")
     ordered = options.get("causal", True) or window is not None
     k, v = _own_heads(q, k, v, segment_ids, sinks, ordered=ordered)
     places = _Places.of(current_layout(), q, k, window)
@@ -86,6 +88,12 @@ def _attended(q, k, v, segment_ids, sinks, *, window: int | None, **options) -> 
     plain = None
     if segment_ids is not None:
         ids = segment_ids.transpose(QUERY[:2])
+        if (sizes := (q.shape["pos"], k.shape["key_pos"])) != (ids.shape["pos"],) * 2:
+            raise NamesError(
+                f"documents are those of queries and of keys, which must have the same positions, got pos={sizes[0]}, "
+                f"key_pos={sizes[1]} and segment_ids {typeof(ids)}, in attend: pass the ids of both to "
+                "trellis.nn.dot_product_attention"
+            )
         of_queries, of_keys = (state_of(x.array).axes[:2] for x in (q, k))
         plain = tuple(move(ids, axes, frozenset()).array for axes in (of_queries, of_keys))
     own = None if sinks is None else _own_sinks(sinks, places, state_of(sinks.array).copied).array
@@ -186,15 +194,25 @@ def attend_cached(
         q: `"batch pos heads head_dim"` with one position.
         k: `"batch key_pos kv_heads head_dim"`.
         v: like `k`, or with `value_dim` for `head_dim`.
-        length: `i32[""]`, how many positions of the cache are filled.
+        length: `i32[""]`, named or plain, how many positions of the cache are filled.
         sinks: `"heads"`, as in `attend`.
         **options: of `trellis.nn.attention.decode.decode_attention`: `window`,
             `scale`, `logit_softcap`, `upcast`.
 
     Returns:
         `"batch pos heads head_dim"` or `value_dim`, with one position.
+
+    Raises:
+        NamesError: the queries have several positions.
     """
+    if q.shape.get("pos") != 1:
+        raise NamesError(
+            f"attention to a cache takes one new position at a time, got q {typeof(q)}, in attend_cached: use attend "
+            "for several, or keep a dimension 'pos' of size 1"
+        )
     q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose((*KEY[:3], _width(v)))
+    sinks = None if sinks is None else operand(sinks, "attend_cached")
+    length = operand(length, "attend_cached").array if is_named(length) else length
     k, v = _own_heads(q, k, v, None, sinks, ordered=True)
     places = _Places.of(current_layout(), q, k, None)
     q, k, v = _in_place(q, k, v, places)
@@ -203,7 +221,7 @@ def attend_cached(
         lengths = jnp.full(q.shape[0], length)
         return decode_attention(q[:, 0], k, v, lengths, sinks=own[0] if own else None, **options)[:, None]
 
-    place = placement_of(q.array, k.array, v.array, None)
+    place = placement_of(q.array, k.array, v.array)
     own = () if sinks is None else (_own_sinks(sinks, places, frozenset()).array,)
     specs = (PartitionSpec(), *(PartitionSpec(place.heads or None) for _ in own))
     out = place.run(one, (q.array, k.array, v.array), (length, *own), specs, check=False)

@@ -79,7 +79,7 @@ def chunked_attention(
     # what is made with them would be made twice.
     positions, grouped = jax.lax.optimization_barrier((_positions(q, k, 1), grouped))
     out = _attend(grouped, keys, values, (positions, segment_ids), settings)
-    return out.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)
+    return out.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], v.shape[-1])
 
 
 def _positions(q, k, axis: int):
@@ -96,7 +96,7 @@ def _spans(pos: int, key_pos: int, settings: _Settings):
 def _rows(x, span):
     """One chunk of `batch kv_heads groups pos ...` as the rows of one matrix a key head: `batch kv_heads rows ...`."""
     part = x[:, :, :, span[0] : span[1]]
-    return part.reshape(*part.shape[:2], -1, *part.shape[4:])
+    return part.reshape(*part.shape[:2], part.shape[2] * part.shape[3], *part.shape[4:])
 
 
 def _turned(x):
@@ -142,9 +142,9 @@ def _forward(q, k, v, tokens, settings: _Settings):
         total = jnp.sum(weights, axis=-1, keepdims=True)
         values = v[:, :, span[2] : span[3]]
         out = jnp.einsum("bkts,bksh->bkth", weights.astype(v.dtype), values, preferred_element_type=total.dtype)
-        chunk = (*q.shape[:3], span[1] - span[0], -1)
-        outs.append((out / total).astype(q.dtype).reshape(chunk))
-        sums.append((largest + jnp.log(total)).reshape(chunk))
+        chunk = (*q.shape[:3], span[1] - span[0])
+        outs.append((out / total).astype(q.dtype).reshape(*chunk, v.shape[-1]))
+        sums.append((largest + jnp.log(total)).reshape(*chunk, 1))
     return jnp.concatenate(outs, axis=3), jnp.concatenate(sums, axis=3)
 
 
@@ -195,7 +195,7 @@ def _attend_bwd(settings: _Settings, residuals, d_out):
             d_scores = d_scores * slope
         d_scores = d_scores.astype(q.dtype)
         d_q = product("bkts,bksh->bkth", d_scores, k[seen]).astype(q.dtype)
-        d_queries.append(d_q.reshape(*q.shape[:3], span[1] - span[0], -1))
+        d_queries.append(d_q.reshape(*q.shape[:3], span[1] - span[0], q.shape[-1]))
         d_keys = _plus(d_keys, product("bkht,bkts->bkhs", _turned(_rows(q, span)), d_scores), span)
     d_k, d_v = (_turned(d).astype(x.dtype) for d, x in ((d_keys, k), (d_values, v)))
     return jnp.concatenate(d_queries[::-1], axis=3), d_k, d_v

@@ -3,6 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from trellis._compat import is_tracer
+from trellis.named.arguments import cap_of
+from trellis.nn.attention.dispatch import check
 from trellis.nn.attention.pattern import hidden_score
 from trellis.nn.attention.sinks import weights_beside
 
@@ -34,7 +37,13 @@ def decode_attention(
 
     Returns:
         `batch heads head_dim`.
+
+    Raises:
+        AttentionError: shapes do not agree, or the window has no key.
     """
+    known = None if is_tracer(window) else window
+    check(q, k, v, known, sinks, "in decode_attention", queries="batch heads head_dim")
+    logit_softcap = cap_of(logit_softcap, "decode_attention", "pass a Python number")
     batch, heads, head_dim = q.shape
     key_pos, kv_heads = k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale

@@ -1,11 +1,14 @@
 """The attention function: checks its arguments, picks an implementation, runs it on each device's part."""
 
+import operator
+from typing import Any
+
 import jax
 
 from trellis.errors import TrellisError
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import device_kind_of, platform_of
-from trellis.named.arguments import number_of
+from trellis.named.arguments import cap_of
 from trellis.nn.attention.chunked import ChunkedTiles, chunked_attention
 from trellis.nn.attention.cudnn import CudnnTiles, cudnn_refuses
 from trellis.nn.attention.further import FurtherTiles, units_of
@@ -44,11 +47,11 @@ def dot_product_attention(
 ) -> jax.Array:
     """Softmax attention of queries over keys, with grouped heads, causal, windowed and document masks.
 
-    Query head `h` reads key head `h // (heads / kv_heads)`; keys and values are never repeated. Every query must see
-    at least one key.
+    Query head `h` reads key head `h // (heads / kv_heads)`; keys and values are not repeated, except on a
+    mesh whose slices of query heads do not fall on the groups of key heads. Every query must see at least one key.
 
     On a mesh in explicit mode the arrays may be sharded: `batch` alike in all of them, `heads` and `kv_heads` alike
-    (or `heads` alone, where each device's query heads read whole kv heads). Keys and values may be in the `~` state,
+    (or `heads` alone: a device reads the key heads that its query heads need). Keys and values may be in the `~` state,
     so that their gradient arrives as a pending sum. If positions are whole, nothing moves inside.
 
     `pos` may be sliced too (context parallelism). Along a mesh axis along which keys are whole, each device's queries
@@ -87,15 +90,14 @@ def dot_product_attention(
     (1, 4, 2, 8)
     """
     _check(q, k, v, window, segment_ids, sinks, implementation)
-    if logit_softcap is not None:
-        fix = "pass a Python number; scale may be an array"
-        logit_softcap = number_of(logit_softcap, "logit_softcap", "attention", fix)
+    logit_softcap = cap_of(logit_softcap, "attention", "pass a Python number; scale may be an array")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(scale, jax.Array):
         q, scale = q * scale.astype(q.dtype), 1.0
-    pattern = Pattern(causal=causal, window=window if window is None or window < k.shape[1] else None)
+    farthest = max(q.shape[1], k.shape[1])  # with more queries than keys, the last ones are behind all keys
+    pattern = Pattern(causal=causal, window=window if window is None or window < farthest else None)
     q, k, v, sinks = meeting_slices(q, k, v, sinks)
-    place = placement_of(q, k, v, segment_ids)
+    place = placement_of(q, k, v)
     chosen, refused = _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation)
     scores = dict(pattern=pattern, scale=float(scale), logit_softcap=logit_softcap, upcast=upcast)
     with kernel_refused(refused):
@@ -192,34 +194,10 @@ def _check(q, k, v, window, segment_ids, sinks, implementation) -> None:
             f"the implementation of attention must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}, "
             f"{where}: use one of them"
         )
-    if (
-        q.ndim != 4
-        or k.ndim != 4
-        or v.ndim != 4
-        or k.shape[:3] != v.shape[:3]
-        or q.shape[0] != k.shape[0]
-        or q.shape[3] != k.shape[3]
-    ):
-        raise AttentionError(
-            f"q must be 'batch pos heads head_dim', k and v 'batch key_pos kv_heads head_dim', got shapes {q.shape}, "
-            f"{k.shape}, {v.shape}, {where}: reshape or reorder the dimensions"
-        )
-    if q.shape[2] % k.shape[2]:
-        raise AttentionError(
-            f"each key head must serve the same number of query heads, got heads={q.shape[2]}, kv_heads={k.shape[2]}, "
-            f"{where}: make heads a multiple of kv_heads"
-        )
+    check(q, k, v, window, sinks, where)
     if not q.dtype == k.dtype == v.dtype:
         raise AttentionError(
             f"q, k and v must have the same dtype, got {q.dtype}, {k.dtype}, {v.dtype}, {where}: cast them to one"
-        )
-    if sinks is not None and sinks.shape != (q.shape[2],):
-        raise AttentionError(
-            f"sinks must be one score per head, got shape {sinks.shape} for heads={q.shape[2]}, {where}: pass 'heads'"
-        )
-    if window is not None and window < 1:
-        raise AttentionError(
-            f"a window must hold at least the query itself, got window={window}, {where}: use 1 or more, or None"
         )
     if segment_ids is not None:
         shapes = tuple(ids.shape for ids in segment_ids)
@@ -228,3 +206,49 @@ def _check(q, k, v, window, segment_ids, sinks, implementation) -> None:
                 f"segment_ids must be a pair of 'batch pos' and 'batch key_pos', got shapes {shapes} for q {q.shape} "
                 f"and k {k.shape}, {where}: pass (query_ids, key_ids)"
             )
+
+
+def check(q, k, v, window, sinks, where: str, *, queries: str = "batch pos heads head_dim") -> None:
+    """Checks what all attention requires.
+
+    Args:
+        q, k, v, window, sinks: as in `dot_product_attention`.
+        where: of the function, for messages.
+        queries: the dimensions of `q`.
+
+    Raises:
+        AttentionError: shapes do not agree, or the window has no key.
+    """
+    ranks = q.ndim, k.ndim, v.ndim
+    if (
+        ranks != (len(queries.split()), 4, 4)
+        or k.shape[:3] != v.shape[:3]
+        or q.shape[0] != k.shape[0]
+        or q.shape[-1] != k.shape[3]
+    ):
+        raise AttentionError(
+            f"q must be '{queries}', k and v 'batch key_pos kv_heads head_dim', got shapes {q.shape}, {k.shape}, "
+            f"{v.shape}, {where}: reshape or reorder the dimensions"
+        )
+    heads, kv_heads = q.shape[-2], k.shape[2]
+    if heads % kv_heads:
+        raise AttentionError(
+            f"each key head must serve the same number of query heads, got heads={heads}, kv_heads={kv_heads}, "
+            f"{where}: make heads a multiple of kv_heads"
+        )
+    if sinks is not None and sinks.shape != (heads,):
+        raise AttentionError(
+            f"sinks must be one score per head, got shape {sinks.shape} for heads={heads}, {where}: pass 'heads'"
+        )
+    if window is not None and not _is_count(window):
+        raise AttentionError(
+            f"a window must be a whole number of keys, from 1 on, got window={window}, {where}: use 1 or more, or None"
+        )
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a value is a whole number from 1 on that is known while the program is traced."""
+    try:
+        return operator.index(value) >= 1
+    except TypeError:
+        return False

@@ -42,7 +42,7 @@ def reference_attention(
         scores = jnp.where(same_document(*segment_ids)[:, None, None], scores, hidden_score(dtype))
     softmax = jax.nn.softmax if save_name is None else partial(_marked_softmax, save_name)
     weights = weights_beside(scores, sinks, softmax).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, pos, heads, -1)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, pos, heads, v.shape[-1])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

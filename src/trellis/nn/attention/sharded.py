@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -95,6 +96,8 @@ class Placement:
         if not more:
             return x
         groups = local_heads * self.shards(more) // x.shape[2]
+        if local_heads % groups and groups % local_heads:  # parts of groups: a key head for each query head
+            x, groups = jnp.repeat(x, groups, axis=2), 1
         first = lax.axis_index(more) * local_heads // groups
         return part_of(x, first, max(1, local_heads // groups), 2)
 
@@ -116,7 +119,7 @@ def _copied_over(x, axes: frozenset[str]):
     return jax.reshard(x, spec_of(state.axes, state.pending, state.copied & axes))
 
 
-def placement_of(q, k, v, segment_ids) -> Placement:
+def placement_of(q, k, v) -> Placement:
     """Reads the placement off the arrays' types.
 
     Raises:
@@ -149,8 +152,7 @@ def placement_of(q, k, v, segment_ids) -> Placement:
             fail("head_dim must be whole", "gather it first, or shard heads instead")
     mesh = jax.typeof(q).sharding.mesh
     place = Placement(mesh, batch, pos, heads, key_pos, kv_heads, tuple(state.copied for state in states))
-    local, groups = q.shape[2] // place.shards(heads), q.shape[2] // k.shape[2]
-    if kv_heads != heads and (kv_heads != heads[: len(kv_heads)] or (local % groups and groups % local)):
-        fail("kv_heads must be sharded like heads, or less if each device's heads read whole kv heads",
-             "shard kv_heads like heads, or leave both whole")  # fmt: skip
+    if kv_heads != heads[: len(kv_heads)]:
+        fail("kv_heads must be sharded like heads, or over the major ones of their mesh axes, or whole",
+             "shard kv_heads like heads, or leave them whole")  # fmt: skip
     return place

@@ -119,20 +119,21 @@ def _largest_and_sum(logits):
     return lax.reduce((logits, ones), (jnp.float32(-jnp.inf), jnp.float32(0)), joined, (1,))
 
 
-def weighed(largest, total, hit, weights, z_loss: float):
+def weighed(largest, total, hit, targets, weights, z_loss: float):
     """`(total, its parts)` of the loss; what `exp(logit - largest)` weighs in its gradient, and the gradient by each
     weight, both of each token.
 
     Args:
         largest: the largest logit.
         total: sum of `exp(logit - largest)`.
-        hit: the target's logit.
+        hit: the target's logit; 0 if it is no word.
+        targets: the words, or -1 for none.
         weights: how much each token counts.
         z_loss: weight of the squared log-normalizer.
     """
     log_sum = largest + jnp.log(total)
     entropy, z_sum = jnp.sum(weights * (log_sum - hit)), jnp.sum(weights * (z_loss * log_sum * log_sum))
     # The target's logit is compared with the largest one, which saves a search for the largest one's place.
-    correct = jnp.sum(jnp.where(hit >= largest, weights, 0.0))
+    correct = jnp.sum(jnp.where((targets >= 0) & (hit >= largest), weights, 0.0))
     sums = entropy + z_sum, (entropy, z_sum, correct, jnp.sum(weights))
     return sums, weights * (1 + 2 * z_loss * log_sum) / total, log_sum - hit + z_loss * log_sum * log_sum

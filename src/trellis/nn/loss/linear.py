@@ -14,7 +14,7 @@ from trellis.mesh.by_device import by_device
 from trellis.mesh.landing import placed
 from trellis.mesh.manual.ops import Axes, vary
 from trellis.mesh.reshard import place
-from trellis.named.arguments import number_of
+from trellis.named.arguments import cap_of, number_of
 from trellis.named.backend import on_accelerator
 from trellis.named.tuned import tuned
 from trellis.nn.loss.formulas import Settings, kept_as
@@ -37,7 +37,7 @@ class TokenLoss(NamedTuple):
             weights of tokens.
         cross_entropy: the first part, in nats.
         z_loss: the second part.
-        correct: how many tokens had the largest logit.
+        correct: the sum of the weights of tokens whose target had the largest logit.
         tokens: the sum of the weights, with a gradient with respect to these alone.
     """
 
@@ -80,7 +80,8 @@ def linear_cross_entropy(
     Args:
         x: `batch pos embed`.
         unembed: `embed vocab`, or `vocab embed` if `vocab_first`.
-        targets: `i32["batch pos"]`.
+        targets: `i32["batch pos"]`. One that is no word, such as the -100 of PyTorch's labels or an id that only a
+            tokenizer has, has no logit, and its loss is that of the log-normalizer: give it the weight 0.
         weights: `f32["batch pos"]`, how much each token counts, 0 for not at all; all 1 if None.
         z_loss: adds `z_loss * log_sum_exp ** 2` to each token's loss (PaLM, Chowdhery et al., 2022,
             arXiv:2204.02311, section 5).
@@ -102,8 +103,9 @@ def linear_cross_entropy(
     >>> float(loss.total / loss.tokens) == float(jnp.log(8.0))
     True
     """
-    _check(x, unembed, targets, weights, vocab_size, vocab_first, bias)
+    _check(x, unembed, targets, weights, vocab_size, vocab_first, bias, chunk)
     z_loss, logit_softcap = known_numbers(z_loss, logit_softcap, "linear_cross_entropy")
+    targets = in_vocabulary(targets, vocab_size or unembed.shape[0 if vocab_first else 1])
     head = (unembed,) if bias is None else (unembed, bias)
     weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
     total_type, mine = kept_as(unembed.dtype), chunk
@@ -203,7 +205,7 @@ def _summed(x, head, targets, weights, narrow, settings: Settings, chunks: Vocab
     columns = head[0].shape[0 if settings.vocab_first else 1]
     chunk = chunk_size(count, columns, settings)
     padding = -count % chunk
-    x, targets, weights = x.reshape(count, -1), targets.reshape(count), weights.reshape(count)
+    x, targets, weights = x.reshape(count, x.shape[-1]), targets.reshape(count), weights.reshape(count)
     if padding:
         x, targets, weights = (jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1)) for a in (x, targets, weights))
     cut_up = lambda a: a.reshape(-1, chunk, *a.shape[1:])
@@ -216,8 +218,14 @@ def _summed(x, head, targets, weights, narrow, settings: Settings, chunks: Vocab
 def known_numbers(z_loss, logit_softcap, what: str) -> tuple[float, float | None]:
     """Refuses numbers that are values of the program, whose gradients the loss does not make."""
     fix = "pass a Python number, or compute the loss from whole logits (trellis.nn.cross_entropy)"
-    cap = None if logit_softcap is None else number_of(logit_softcap, "logit_softcap", what, fix)
-    return number_of(z_loss, "z_loss", what, fix), cap
+    return number_of(z_loss, "z_loss", what, fix), cap_of(logit_softcap, what, fix)
+
+
+def in_vocabulary(targets, count: int):
+    """The targets, and -1, which is no column of the logits, for those that a vocabulary of `count` words lacks."""
+    if targets.dtype != jnp.int64:
+        targets = targets.astype(jnp.int32)  # fewer bits may not hold the count, unsigned ones not -1
+    return jnp.where((targets >= 0) & (targets < count), targets, -1)
 
 
 def reported(total, rest) -> TokenLoss:
@@ -247,7 +255,7 @@ def _check_states(states: list[State], x, unembed) -> str:
     return shown
 
 
-def _check(x, unembed, targets, weights, vocab_size, vocab_first, bias) -> None:
+def _check(x, unembed, targets, weights, vocab_size, vocab_first, bias, chunk) -> None:
     where = f"in linear_cross_entropy(vocab_first={vocab_first})"
     embed = unembed.shape[1 if vocab_first else 0] if unembed.ndim == 2 else None
     if x.ndim != 3 or x.shape[-1] != embed or targets.shape != x.shape[:2]:
@@ -256,6 +264,14 @@ def _check(x, unembed, targets, weights, vocab_size, vocab_first, bias) -> None:
             f"x must be 'batch pos embed', unembed '{layout}' and targets 'batch pos', got shapes {x.shape}, "
             f"{unembed.shape}, {targets.shape}, {where}: reorder the dimensions, or change vocab_first"
         )
+    floats = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (x, unembed))
+    if not (floats and jnp.issubdtype(targets.dtype, jnp.integer)):
+        raise LossError(
+            f"x and unembed must be floats and targets whole numbers, got {x.dtype}, {unembed.dtype} and "
+            f"{targets.dtype}, {where}: cast them, as in targets.astype('int32')"
+        )
+    if chunk is not None and (isinstance(chunk, bool) or not hasattr(chunk, "__index__") or chunk < 1):
+        raise LossError(f"a chunk must have one token or more, got chunk={chunk}, {where}: use 512 or so, or None")
     if weights is not None and weights.shape != targets.shape:
         raise LossError(
             f"each token needs a weight, got weights of shape {weights.shape} for targets {targets.shape}, {where}: "

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis._compat import refuses_copies
-from trellis.mesh.layout import current_layout
+from trellis.mesh.layout import Axes, Layout, current_layout
 from trellis.mesh.linear import gradients_together
 from trellis.named import NamedArray, arange, dot, equal, exp, outer, stop_gradient, where
 from trellis.named.backend import on_accelerator
@@ -18,7 +18,7 @@ from trellis.named.pair import moved
 from trellis.named.placing import move, refuse_slices
 from trellis.named.reduce import reduction
 from trellis.nn.loss.formulas import capped, weighed
-from trellis.nn.loss.linear import LossError, TokenLoss, known_numbers, linear_cross_entropy, reported
+from trellis.nn.loss.linear import LossError, TokenLoss, in_vocabulary, known_numbers, linear_cross_entropy, reported
 from trellis.nn.loss.products import ABLE, NarrowFactors, limit_of, narrow_factor
 from trellis.notation import typeof
 from trellis.notation.state import state_of
@@ -39,19 +39,19 @@ def next_token_loss(
     """Summed cross entropy of `hidden` times `unembedding`, on any layout; the logits never exist all at once.
 
     With `vocab` mapped to a mesh axis it is vocabulary parallel: devices share
-    three numbers a token.
+    three numbers a token. Mesh axes that slice `embed` slice the tokens instead.
 
     Names: none; sums over all tokens.
     Gradient: made along with the sums; a reduce-scatter for an unembedding that was gathered, an all-reduce for hidden
-        states that meet a sliced `vocab`.
+        states that meet a sliced `vocab`, an all-to-all for those whose `embed` is sliced.
     Moves: an all-gather of an unembedding that rests in slices; an all-reduce of the sums over tokens, and of three
-        numbers a token if `vocab` is sliced.
+        numbers a token if `vocab` is sliced; an all-to-all of hidden states whose `embed` is.
 
     Args:
         hidden: `"batch pos embed"`.
         unembedding: `"vocab embed"`; as `tr.Narrow`, its three products are in fp8 or mxfp8. The gradient of a logit is
             at most what its token counts, and its scale is made from that, the same for all chunks.
-        targets: `i32["batch pos"]`.
+        targets: `i32["batch pos"]`. One that is no word has no logit, as in `linear_cross_entropy`.
         weights: `f32["batch pos"]`, how much each token counts.
         bias: `"vocab"`, added to the logits.
         vocab_size: the true size of a padded vocabulary.
@@ -84,7 +84,7 @@ def _in_place(
         return _mapped(hidden, unembedding, targets, weights, bias, vocab_size, kind, **options)
     narrow = None if kind is None else _narrow(hidden, unembedding, weights, kind, options.get("z_loss", 0.0))
     if layout is not None and state_of(hidden.array).mode == "explicit":
-        batch, pos, vocab, _ = layout.assign(_NAMES)
+        batch, pos, vocab = _axes(layout, targets)
         if on_accelerator(hidden.array):
             # Left alone, a compiler sums the unembedding's gradient over devices at the end of the step, and keeps each
             # device's whole part of it, a gigabyte for an 8B model, through all layers.
@@ -141,9 +141,10 @@ def _mapped(
         logits = where(columns < vocab_size, logits, -jnp.inf)
     largest = stop_gradient(reduction(jnp.max, logits, "vocab"))  # if the result is to be NaN, the sum below is NaN
     total = exp(logits - largest).sum("vocab")
+    targets = targets.with_array(in_vocabulary(targets.array, vocab_size or columns.size))
     hit = where(outer(equal, targets, columns), logits, 0.0).sum("vocab")
     counted = jnp.ones_like(hit.array) if weights is None else weights.astype(jnp.float32).array
-    summed, rest = weighed(largest.array, total.array, hit.array, counted, z_loss)[0]
+    summed, rest = weighed(largest.array, total.array, hit.array, targets.array, counted, z_loss)[0]
     return reported(summed, rest)
 
 
@@ -165,11 +166,26 @@ def tied(table: NamedArray, tokens: NamedArray, kind: Kind | None = None) -> Nam
     layout = current_layout()
     if layout is None or state_of(table.array).mode != "explicit":
         return table
-    batch, pos, vocab, _ = layout.assign(_NAMES)
+    batch, pos, vocab = _axes(layout, tokens)
     table = table.transpose(("vocab", "embed"))
     if _in_chunks(tokens.size, table, batch + pos, vocab, kind):
         return table
     return move(table, (vocab, ()), frozenset(batch + pos).difference(vocab))
+
+
+def _axes(layout: Layout, tokens: NamedArray) -> tuple[Axes, Axes, Axes]:
+    """The mesh axes that slice the batch, its positions and the vocabulary in the loss.
+
+    Those of `embed`, which is whole there, slice the tokens if they divide them: else each device along them would make
+    the same logits.
+    """
+    batch, pos, vocab, embed = layout.assign(_NAMES)
+    parts = lambda axes: math.prod(layout.mesh.shape[axis] for axis in axes)
+    if tokens.shape["batch"] % parts(batch + embed) == 0:
+        return batch + embed, pos, vocab
+    if tokens.shape["pos"] % parts(pos + embed) == 0 and not layout.axes_dealt:
+        return batch, pos + embed, vocab
+    return batch, pos, vocab
 
 
 def _in_chunks(count: int, unembedding: NamedArray, tokens, vocab, kind: Kind | None) -> bool:

@@ -114,8 +114,7 @@ def gradient_factor(d_logits: jax.Array, dtype, settings: Settings, limit=None) 
     """
     if settings.narrow is None:
         return d_logits.astype(dtype)
-    rows, columns = d_logits.shape
-    tiles = d_logits.reshape(-1, settings.tile, columns)
+    tiles = d_logits.reshape(-1, settings.tile, d_logits.shape[1])
     found = once_only(rounded(tiles, settings.narrow, (1, 2), gradient=True, known=limit), d_logits)
     flat = lambda a: a.reshape(-1, a.shape[-1]) if a.ndim else a
     return Rounded(flat(found.values), flat(found.scale))

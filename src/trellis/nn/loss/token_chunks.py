@@ -41,7 +41,7 @@ LOGITS_BYTES, MOST_CHUNKS = 1 << 28, 8
 def chunk_size(count: int, columns: int, settings: Settings) -> int:
     """Tokens of a chunk, with `count` tokens and `columns` of the vocabulary on a device."""
     wanted = min(settings.chunk or accelerator_chunk(count, columns, settings.chunk_bytes or LOGITS_BYTES), count)
-    return -(-wanted // settings.tile) * settings.tile
+    return -(-max(wanted, 1) // settings.tile) * settings.tile  # also of no tokens
 
 
 def accelerator_chunk(count: int, columns: int, logits_bytes: int = LOGITS_BYTES) -> int:
@@ -170,10 +170,11 @@ def _chunk(
     place = targets - first
     here = (place >= 0) & (place < columns)
     hit = jnp.take_along_axis(logits, jnp.clip(place, 0, columns - 1)[:, None], axis=1)[:, 0]
+    hit = jnp.where(here, hit, 0.0)
     if vocab_axes:
-        hit = lax.psum(jnp.where(here, hit, 0.0), vocab_axes)
+        hit = lax.psum(hit, vocab_axes)
 
-    sums, pull, of_weights = weighed(largest, total, hit, weights, settings.z_loss)
+    sums, pull, of_weights = weighed(largest, total, hit, targets, weights, settings.z_loss)
     if not gradient:
         return sums, None, None, (), None
 

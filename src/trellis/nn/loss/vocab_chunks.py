@@ -88,7 +88,7 @@ def summed_by_vocab(
         chunks: how the part is cut.
     """
     sums, _ = _all_chunks(x, unembed, targets, narrow, settings, chunks, keep=False)
-    return weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)[0]
+    return weighed(sums.largest, sums.total, sums.hit, targets, weights, settings.z_loss)[0]
 
 
 def _fwd(*given):
@@ -101,7 +101,7 @@ def _fwd(*given):
 def _with_gradients(x, unembed, targets, weights, narrow: NarrowFactors | None, settings, chunks: VocabChunks):
     sums, kept = _all_chunks(x, unembed, targets, narrow, settings, chunks, keep=True)
     factor, limit = (x, None) if narrow is None else (narrow.x, narrow.limit)
-    result, pull, of_weights = weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)
+    result, pull, of_weights = weighed(sums.largest, sums.total, sums.hit, targets, weights, settings.z_loss)
     push = weights if (cap := settings.logit_softcap) is None else weights * (1 - (sums.hit / cap) ** 2)
     d_x = pull[:, None] * sums.pull - push[:, None] * sums.row.astype(jnp.float32)
 

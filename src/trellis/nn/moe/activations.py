@@ -298,7 +298,7 @@ def _costs(rows: jax.Array, arrays: int, operations: int) -> dict[str, Any]:
 
 def _named(gate: ClampedSwiGLU | None) -> str:
     """The gate in a kernel's name: `_7_0_by_1_702`."""
-    return "" if gate is None else f"_{gate.limit!r}_by_{gate.slope!r}".replace(".", "_")
+    return "" if gate is None else f"_{float(gate.limit)!r}_by_{float(gate.slope)!r}".replace(".", "_")
 
 
 def _tile(columns: int, itemsize: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from trellis.choices import check_choices
 from trellis.errors import UserError
 
 # In even loads: beyond the number of experts there are no more tokens.
@@ -65,6 +66,7 @@ class Routing:
     exchange."""
 
     def __post_init__(self):
+        check_choices(self)
         rules = {
             "balance": self.balance >= 0,
             "z_loss": self.z_loss >= 0,

@@ -6,6 +6,8 @@ a compiler's scheduler finds attention, experts and shared blocks of other parts
 exchanges asked for the links at once (DeepSeek-AI, 2024, arXiv:2412.19437, section 3.2.1).
 """
 
+import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ import equinox as eqx
 import jax
 from jax import lax
 
+from trellis.mesh.layout import current_layout
 from trellis.named import NamedArray, is_named, merge_axes, split_axis, stack, unbind
 from trellis.named.narrow import Narrow
 from trellis.named.placing import assign, bring
@@ -38,6 +41,12 @@ def parts_of(x: NamedArray, asked: int) -> int:
     return math.gcd(x.shape["batch"] // devices, asked) if x.shape["batch"] % devices == 0 else 1
 
 
+def whole_batch() -> contextlib.AbstractContextManager:
+    """Where rows of a microbatch may be put into another order and back: what is computed of each stays the same."""
+    layout = current_layout()
+    return contextlib.nullcontext() if layout is None else dataclasses.replace(layout, cut=())
+
+
 def cut(tree, count: int) -> list:
     """Cuts a tree of named arrays into `count` parts of its `batch`; every device's sequences are dealt out in turn,
     and nothing moves. Arrays without a batch are in all parts.
@@ -49,7 +58,8 @@ def cut(tree, count: int) -> list:
     def parts(x):
         if count == 1 or not is_named(x) or "batch" not in x.names:
             return [x] * count
-        return unbind(split_axis(x, "batch", {"batch": x.shape["batch"] // count, "part": count}), "part")
+        with whole_batch():
+            return unbind(split_axis(x, "batch", {"batch": x.shape["batch"] // count, "part": count}), "part")
 
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_named)
     return [structure.unflatten(part) for part in zip(*map(parts, leaves), strict=True)] if leaves else [tree] * count
@@ -57,7 +67,8 @@ def cut(tree, count: int) -> list:
 
 def joined(parts: Sequence[NamedArray]) -> NamedArray:
     """Joins what was cut."""
-    return parts[0] if len(parts) == 1 else merge_axes(stack(parts, "part"), ("batch", "part"), "batch")
+    with whole_batch():
+        return parts[0] if len(parts) == 1 else merge_axes(stack(parts, "part"), ("batch", "part"), "batch")
 
 
 def held_once(layer, x: NamedArray, but: Sequence[NamedArray | None] = ()):

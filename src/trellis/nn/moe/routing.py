@@ -1,6 +1,7 @@
 """Which experts a token goes to, and how much each counts."""
 
 import math
+from fractions import Fraction
 from typing import NamedTuple
 
 import jax
@@ -144,7 +145,7 @@ def limit(choices: Choices, experts: int, capacity: float) -> Choices:
         capacity: 1 has room for an even load, 1.25 for a quarter more.
     """
     count, length = choices.ids.shape["choices"], choices.ids.shape["pos"]
-    room = math.ceil(capacity * count * length / experts)
+    room = math.ceil(Fraction(str(capacity)) * count * length / experts)  # of 1.1 a float's product may be a bit more
     hot = _hot(choices.ids, experts)
     taken = hot.sum("choices")
     before = in_order(lambda taken: cumsum(taken, "pos"), taken) - taken

@@ -245,10 +245,11 @@ def _suffix(*outer: int) -> str:
 
 def _walk(number, down: int, across: int):
     """A program's tile of rows and of columns: `ACROSS` tiles of rows, then the next column of these."""
-    band = number // (ACROSS * across)
+    # `//` asks for a sign, which Pallas reads in the mesh around: inside of a pipeline's stage that is another.
+    band = lax.div(number, ACROSS * across)
     height = jnp.minimum(down - band * ACROSS, ACROSS)
     within = number - band * ACROSS * across
-    return band * ACROSS + within % height, within // height
+    return band * ACROSS + lax.rem(within, height), lax.div(within, height)
 
 
 def _places(listed, first, size: int, own):

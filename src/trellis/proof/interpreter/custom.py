@@ -12,7 +12,7 @@ import numpy as np
 from trellis.inspect.hlo import Instruction
 from trellis.proof.interpreter import drawing, factoring, kernels, solving, whole
 from trellis.proof.interpreter.layouts import blank, in_memory
-from trellis.proof.interpreter.moving import sliced, viewed
+from trellis.proof.interpreter.moving import falling, sliced, viewed
 from trellis.proof.interpreter.values import NotInterpreted, Value
 
 
@@ -103,7 +103,7 @@ def _largest(instruction: Instruction, machine) -> Callable:
     kind = machine.type(instruction)
 
     def run(values, team) -> Value:
-        order = np.argsort(-values[0], axis=-1, kind="stable")[..., : kind[0].shape[-1]]
+        order = falling(values[0])[..., : kind[0].shape[-1]]
         return np.take_along_axis(values[0], order, -1), order.astype(np.int32)
 
     return run

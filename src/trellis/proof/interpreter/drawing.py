@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
+from trellis.proof.interpreter.moving import falling
 from trellis.proof.interpreter.values import NotInterpreted, Value, each
 
 
@@ -83,13 +84,14 @@ def _partial(instruction: Instruction, machine) -> Callable:
     """The entries that come first in an order, of whole rows, and what comes with them."""
     settings = re.search(r'"reduction_dim": (\d+)', instruction.attributes)
     compare = machine.program.root(instruction.called()["called_computations"][0])
-    order = {"GT": -1, "LT": 1}.get(compare.attribute("direction") or "") if compare is not None else None
+    orders = {"GT": falling, "LT": functools.partial(np.argsort, axis=-1, kind="stable")}
+    order = orders.get(compare.attribute("direction") or "") if compare is not None else None
     if settings is None or order is None:
         raise NotInterpreted(f"{instruction.name}, a selection in an order that is not known")
     axis, count = int(settings[1]) + 1, machine.type(instruction)[0].shape[int(settings[1])]
 
     def run(values, team) -> Value:
-        first = np.argsort(order * values[0], axis=axis, kind="stable").take(range(count), axis=axis)
+        first = np.moveaxis(order(np.moveaxis(values[0], axis, -1)), -1, axis).take(range(count), axis=axis)
         return tuple(np.take_along_axis(np.broadcast_to(v, values[0].shape), first, axis) for v in values[:2])
 
     return run

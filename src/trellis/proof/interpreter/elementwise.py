@@ -8,7 +8,7 @@ import scipy.special
 
 from trellis.inspect.hlo import Instruction
 from trellis.proof.interpreter.layouts import ArrayType
-from trellis.proof.interpreter.values import FLOATS, NotInterpreted, Value
+from trellis.proof.interpreter.values import FLOATS, FOUR_BITS, NotInterpreted, Value
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -178,8 +178,11 @@ def _convert(instruction: Instruction, machine) -> Callable:
     dtype = machine.dtype(instruction)
     if instruction.name in machine.unrounded:
         return _same(instruction, machine)
-    if machine.held(machine.operand_types(instruction)[0].dtype).kind == "i" == dtype.kind:
+    before = machine.held(machine.operand_types(instruction)[0].dtype).kind
+    if before == "i" == dtype.kind:
         return lambda values, team: machine.typed(values[0], dtype)
+    if before == "f" and (bounds := FOUR_BITS.get(machine.type(instruction).dtype)):
+        return lambda values, team: converted(np.clip(values[0], *bounds), dtype)
     return lambda values, team: converted(values[0], dtype)
 
 
@@ -201,7 +204,7 @@ def _bitcast_convert(instruction: Instruction, machine) -> Callable:
 def same_bits(x: np.ndarray, before: ArrayType, after: ArrayType, wide: np.dtype) -> np.ndarray:
     """The bits of numbers read as another type; narrow floats, which are held in a wide type, become what they are."""
     narrow, target = FLOATS.get(before.dtype), FLOATS.get(after.dtype)
-    if narrow and target:
+    if narrow and target and before.dtype == after.dtype:
         return x
     if narrow:
         exact = x.astype(narrow)
@@ -244,6 +247,9 @@ def constant(literal: str, kind: ArrayType, dtype: np.dtype) -> np.ndarray:
     else:
         numbers = [{"true": 1, "false": 0}.get(word) if word[0] in "tf" else int(word) for word in words]
     found = np.array(numbers, np.float64 if dtype.kind in "fc" else object)
+    if dtype.kind in "fc":  # a text has the fewest digits that only one number of its type is nearest to
+        own = {"c64": np.float32, "c128": np.float64, **FLOATS}[kind.dtype]
+        found = found.astype(own).astype(np.float64)
     found = (found.view(np.complex128) if dtype.kind == "c" else found).astype(dtype)
     if found.size == 1:
         return np.broadcast_to(found.reshape(()), kind.shape)

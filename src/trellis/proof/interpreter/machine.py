@@ -27,7 +27,17 @@ from trellis.proof.interpreter import (
 )
 from trellis.proof.interpreter.layouts import ArrayType, Type, parse_type
 from trellis.proof.interpreter.unrounded import unrounded
-from trellis.proof.interpreter.values import NO_DATA, Failed, Faulty, NotInterpreted, Team, Value, held_as
+from trellis.proof.interpreter.values import (
+    FOUR_BITS,
+    NO_DATA,
+    Failed,
+    Faulty,
+    NotInterpreted,
+    Team,
+    Value,
+    held_as,
+    in_four_bits,
+)
 from trellis.proof.interpreter.whole import mesh_of
 
 OPERATIONS: Mapping[str, Callable] = {
@@ -174,6 +184,8 @@ class Interpreter:
             made = found.shape[1:] if isinstance(found, np.ndarray) else "another kind of value"
             if made != kind.shape:
                 raise Failed(f"{instruction.op} {instruction.name} is {instruction.type}, made {made}")
+        if isinstance(kind, ArrayType) and kind.dtype in FOUR_BITS:
+            found = in_four_bits(found, kind.dtype)
         if self.observe is not None and computation not in self._scalars:
             self.observe(instruction, found, team)
         return found

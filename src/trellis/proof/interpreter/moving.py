@@ -251,6 +251,15 @@ def _gather(instruction: Instruction, machine) -> Callable:
     return lambda values, team: each(one, values, team)
 
 
+def falling(x: np.ndarray) -> np.ndarray:
+    """The order of entries along the last dimension from the largest to the smallest, equal ones as they come.
+
+    >>> falling(np.array([1, 3, 0, 3], np.uint32)).tolist()
+    [1, 3, 0, 2]
+    """
+    return x.shape[-1] - 1 - np.argsort(x[..., ::-1], axis=-1, kind="stable")[..., ::-1]
+
+
 def _sort(instruction: Instruction, machine) -> Callable:
     axis = 1 + machine.integers(instruction, "dimensions")[0]
     less = machine.combiner(instruction.called()["to_apply"][0])

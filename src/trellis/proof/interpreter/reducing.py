@@ -18,10 +18,9 @@ def later(before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def summed(x: np.ndarray, axes: tuple[int, ...] | int, combine: np.ufunc) -> np.ndarray:
-    """One array's elements along axes, combined; sums of floats are made in float64."""
-    if combine is np.add and x.dtype.kind == "f":
-        return np.add.reduce(x, axes, dtype=np.float64).astype(x.dtype)
-    return combine.reduce(x, axes)
+    """One array's elements along axes, combined; sums of floats are made in float64, those of integers wrap around."""
+    wide = np.float64 if combine is np.add and x.dtype.kind == "f" else x.dtype
+    return combine.reduce(x, axes, dtype=wide).astype(x.dtype, copy=False)
 
 
 def _reduce(instruction: Instruction, machine) -> Callable:

@@ -22,6 +22,8 @@ FLOATS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64
           "f8e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz, "f8e8m0fnu": ml_dtypes.float8_e8m0fnu}  # fmt: skip
 COMPLEX = ("c64", "c128")
 NO_DATA = ("token", "opaque")
+FOUR_BITS = {"s4": (-8, 7), "u4": (0, 15)}
+"""The least and the largest of whole numbers that are held in twice as many bits."""
 
 
 class NotInterpreted(Exception):
@@ -69,6 +71,16 @@ def held_as(dtype: str, wide: np.dtype) -> np.dtype:
     if dtype == "f4e2m1fn":
         raise NotInterpreted("numbers of four bits, to which gradients are rounded at random")
     raise NotInterpreted(f"the element type {dtype}")
+
+
+def in_four_bits(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Whole numbers as their lower four bits say.
+
+    >>> in_four_bits(np.int8([7, 8, -9]), "s4").tolist(), in_four_bits(np.uint8([15, 16]), "u4").tolist()
+    ([7, -8, 7], [15, 0])
+    """
+    least = FOUR_BITS[dtype][0]
+    return (((x.astype(np.int16) - least) & 15) + least).astype(x.dtype)
 
 
 def spread(value: np.ndarray, team: Team) -> np.ndarray:

@@ -15,6 +15,7 @@ from trellis.inspect.hlo import Instruction
 from trellis.proof.interpreter.values import NotInterpreted, Value
 
 _MESHES = re.compile(r"xla\.sdy\.meshes=\{(\w+) = #sdy\.mesh<\[([^\]]*)\](, device_ids=)?")
+_PENDING = re.compile(r"unreduced=\{([^}]*)\}")
 
 
 def mesh_of(text: str) -> dict[str, int]:
@@ -46,8 +47,9 @@ def _shardings(instruction: Instruction, name: str) -> tuple[list[_Sharding], li
         raise NotInterpreted(f"the shardings of {instruction.name}")
     axes = re.findall(r'"([^"]+)"', manual[1])
     mine = lambda part: tuple(a for a in re.findall(r'"([^"]+)"', part) if a in axes)
+    # Behind the dimensions may also stand axes that cut none, on purpose: `replicated={"data"}`.
     shardings = [
-        _Sharding(tuple(mine(dim) for dim in re.findall(r"\{([^}]*)\}", dims)), mine(rest))
+        _Sharding(tuple(mine(dim) for dim in re.findall(r"\{([^}]*)\}", dims)), mine("".join(_PENDING.findall(rest))))
         for dims, rest in re.findall(r"<@\w+, \[([^\]]*)\]([^<>]*)>", found[1])
     ]
     return shardings, axes

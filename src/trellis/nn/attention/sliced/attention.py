@@ -11,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from trellis._compat import refuses_copies
-from trellis.mesh.by_device import by_device
+from trellis.mesh.by_device import unchecked
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.nn.attention.chunked import ChunkedTiles
@@ -19,8 +19,7 @@ from trellis.nn.attention.sharded import Placement
 from trellis.nn.attention.sinks import sinks_gradient, with_sinks
 from trellis.nn.attention.sliced.program import Sliced
 from trellis.nn.attention.sliced.whole import Whole
-from trellis.notation import spec_of
-from trellis.notation.state import state_of
+from trellis.notation.state import State, state_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,12 +36,13 @@ class _Attention:
         return _Attention(place, program, save_name, frozenset() if sinks is None else state_of(sinks).copied)
 
     def run(self, local, arrays, inputs, outputs):
-        """Runs a program of one device's slices. Its gradient is not taken, so JAX need not know what varies."""
+        """Runs a program of one device's slices."""
         if self.place.mesh is None:
             return local(*arrays)
-        specs = [tuple(spec_of(*state) for state in states) for states in (inputs, outputs)]
-        options = dict(mesh=self.place.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-        return by_device(local, **options)(*arrays)
+        taken, given = (
+            [State("explicit", axes, *map(frozenset, more)) for axes, *more in states] for states in (inputs, outputs)
+        )
+        return unchecked(local, taken, given, *arrays, mesh=self.place.mesh)
 
     def states(self, ids, sinks) -> list:
         """Mesh axes, pending sums and copies of queries, keys, values, of documents, and of sinks."""

@@ -114,7 +114,7 @@ class Sliced:
         if self._deals:
             return deal_slices(x, self.ring, dim) if self.ring else x
         # Gathered, they are the low and the high piece of each member in turn.
-        return undeal(x, self._members, dim) if self.pattern.causal and self.whole else x
+        return undeal(x, lax.axis_size(self.whole), dim) if self.pattern.causal and self.whole else x
 
     def _keys_leave(self, x, dim: int, like):
         """The gradient of what `_keys_enter` took."""
@@ -126,10 +126,6 @@ class Sliced:
             return gather_slices(x, self.ring, dim) if self.ring else x
         (gathered,) = jax.linear_transpose(lambda y: self._keys_enter(y, dim), struct)(x)
         return gathered
-
-    @property
-    def _members(self) -> int:
-        return lax.axis_size(self.whole) if self.whole else 1
 
     def _own(self, x, dim: int):
         """A device's own slice of keys that its group holds whole."""

@@ -1,13 +1,12 @@
 """What experts compute between their products on TPUs (`trellis.nn.moe.activations`), in float32."""
 
-import re
 from collections.abc import Callable
 
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
 from trellis.proof.interpreter.kernels.grouped import walked
-from trellis.proof.interpreter.values import each
+from trellis.proof.interpreter.values import NotInterpreted, each
 
 
 def _forward(name: str, instruction: Instruction, machine) -> Callable:
@@ -60,10 +59,17 @@ def _operands(bounds, gated, upped, biases):
 
 
 def _gate(name: str) -> Callable:
-    """A gate by the kernel's name: what it makes of two arrays, and its derivatives by both."""
-    found = re.search(r"ward_(\d+_\d+)_by_(\d+_\d+)", name)
-    limit, slope = (float(n.replace("_", ".")) for n in found.groups()) if found else (np.inf, 1.0)
-    more = 1.0 if found else 0.0
+    """A gate by the kernel's name: what it makes of two arrays, and its derivatives by both.
+
+    Raises:
+        NotInterpreted: the name says a gate that is not known here.
+    """
+    _, _, said = name.partition(".")[0].partition("ward")
+    try:
+        limit, slope = (float(n.replace("_", ".")) for n in said[1:].split("_by_")) if said else (np.inf, 1.0)
+    except ValueError as error:
+        raise NotInterpreted(f"the gate of the kernel {name}") from error
+    more = 1.0 if said else 0.0
 
     def gate(gated: np.ndarray, upped: np.ndarray):
         x, y = np.minimum(gated, limit), np.clip(upped, -limit, limit) + more

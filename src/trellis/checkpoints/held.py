@@ -1,0 +1,45 @@
+"""Holds a folder of checkpoints while one is written, so that nobody takes it for one that was cut off."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from trellis.errors import UserError
+
+
+def hold(folder: Path) -> int | None:
+    """Holds a folder, until `let_go` or the end of the process; None if somebody else holds it.
+
+    Some file systems of clusters have no locks: there everybody may hold it.
+    """
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        pass
+    return descriptor
+
+
+def let_go(held: int | None) -> None:
+    """Ends what `hold` began."""
+    import fcntl
+
+    if held is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_UN)  # of processes that were forked meanwhile, too
+        os.close(held)
+
+
+def held_by_another(folder: Path) -> UserError:
+    """The error of a second one that writes into a folder."""
+    return UserError(
+        "Only one `Checkpoints` at a time can write into a folder.",
+        seen="another one, which is writing a checkpoint",
+        where=str(folder),
+        fix="close the other first, or use another folder; to restore alone, open it with read_only=True",
+    )

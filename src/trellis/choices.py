@@ -1,0 +1,46 @@
+"""Fields of configurations that hold one of a few words."""
+
+import functools
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from trellis.errors import UserError, did_you_mean
+
+
+def check_choices(config: Any) -> None:
+    """Refuses fields whose words are none of those in their types, as in `mode: Literal["explicit", "auto"]`.
+
+    What is read from a file or a command line has been checked; what a program makes has not. Where a dataclass calls
+    this first when it is made, a misspelt word is never taken for another one's opposite.
+
+    Raises:
+        UserError: a field, or an element of it, has another word.
+    """
+    for name, (words, optional) in _choices(type(config)).items():
+        value = getattr(config, name)
+        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
+        for item in items:
+            if item not in words and not (optional and item is None):
+                raise UserError(
+                    f"`{name}` must be one of {', '.join(words)}{' or None' * optional}.",
+                    seen=f"{name}={item}",
+                    where=name,
+                    fix=did_you_mean(str(item), words),
+                )
+
+
+@functools.cache
+def _choices(cls: type) -> dict[str, tuple[tuple[Any, ...], bool]]:
+    """The words of fields that have some, and whether None is a value, too."""
+    kinds = typing.get_type_hints(cls)
+    words = {name: _words(kind) for name, kind in kinds.items()}
+    return {name: (known, type(None) in typing.get_args(kinds[name])) for name, known in words.items() if known}
+
+
+def _words(kind: Any) -> tuple[Any, ...]:
+    """The words of a type: a literal, or that of a map's values, of a tuple's elements, or of a union with None."""
+    if typing.get_origin(kind) is Literal:
+        return typing.get_args(kind)
+    found = [words for part in typing.get_args(kind) if (words := _words(part))]
+    return found[0] if len(found) == 1 else ()

@@ -1,0 +1,62 @@
+import dataclasses
+import typing
+from collections.abc import Mapping
+
+import pytest
+
+from trellis.choices import check_choices
+from trellis.errors import UserError
+from trellis.nn import Precision
+from trellis.nn.moe import Routing
+from trellis.recipes import load_run
+from trellis.run.schema import fields_of, tag_of
+
+# One with experts, whose configuration has the routing.
+RUN = load_run("mixtral_8x7b")
+
+
+def parts(value, name: str = "run"):
+    """A configuration and those in it, by their names."""
+    yield name, value
+    for field in fields_of(type(value)):
+        if dataclasses.is_dataclass(inner := getattr(value, field)):
+            yield from parts(inner, field)
+
+
+def words_in():
+    for part, value in parts(RUN):
+        for name, field in fields_of(type(value)).items():
+            if "Literal" in str(field.type) and (tag_of(type(value)) or ("",))[0] != name:
+                yield pytest.param(value, name, id=f"{part}-{name}")
+
+
+@pytest.mark.parametrize(("config", "name"), [*words_in()])
+def test_a_program_that_misspells_a_word_is_told(config, name):
+    """Every field that holds a word, of whatever configuration a run is made of."""
+    kind = typing.get_type_hints(type(config))[name]
+    origin = typing.get_origin(kind)
+    wrong = ("no such word",) if origin is tuple else {"mlp": "no such word"} if origin is Mapping else "no such word"
+    with pytest.raises(UserError, match=rf"`{name}` must be one of [\s\S]*seen:  {name}=no such word") as refused:
+        dataclasses.replace(config, **{name: wrong})
+    assert refused.value.where == name and refused.value.fix
+
+
+def test_there_are_such_fields():
+    found = {parameter.id for parameter in words_in()}
+    assert {"layout-mode", "precision-updates", "precision-products", "remat-policy", "routing-way"} <= found
+    assert {"run-accumulation", "data-packing", "logging-trackers", "cpu-turned"} <= found
+
+
+def test_words_that_are_known_are_taken():
+    assert Precision(params="bfloat16", updates="random").updates == "random"
+    assert Routing(dispatch=None).dispatch is None
+    with pytest.raises(UserError, match="must be one of mxfp8, bits or None"):
+        Routing(dispatch="fp8")
+
+
+def test_a_field_without_words_is_left_alone():
+    @dataclasses.dataclass
+    class Plain:
+        size: int | str = "any"
+
+    check_choices(Plain())
