@@ -1,6 +1,5 @@
 """Programs of one device's slices, which can also be run outside compiled programs."""
 
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -32,7 +31,10 @@ def unchecked(function: Callable, taken: Sequence[State], given: Sequence[State]
         arrays: what it takes.
         mesh: the mesh; the one in force if not given.
     """
-    return _unchecked(function, tuple(taken), tuple(given), mesh, *arrays)
+    taken, given = tuple(taken), tuple(given)
+    # A derivative's rule is made only where it is needed: JAX has none of a program that is mapped over slices.
+    run = _unchecked if any(s.copied or s.pending for s in (*taken, *given)) else _run
+    return run(function, taken, given, mesh, *arrays)
 
 
 def _program(function: Callable, taken: Sequence[State], given: Sequence[State], mesh) -> Callable:
@@ -40,9 +42,11 @@ def _program(function: Callable, taken: Sequence[State], given: Sequence[State],
     return by_device(function, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
-def _unchecked(function: Callable, taken: tuple[State, ...], given: tuple[State, ...], mesh, *arrays):
+def _run(function: Callable, taken: tuple[State, ...], given: tuple[State, ...], mesh, *arrays):
     return _program(function, taken, given, mesh)(*arrays)
+
+
+_unchecked = jax.custom_jvp(_run, nondiff_argnums=(0, 1, 2, 3))
 
 
 @_unchecked.defjvp
