@@ -120,6 +120,17 @@ class Weighed(eqx.Module):
         return self.norm(x) * self.weights.sum("layers")
 
 
+def assert_through_stages(name, groups, changed):
+    """That two stages, each on two devices, have the loss and gradients of one device, of a model that was changed."""
+    wanted, _ = found(jax.jit, changed(whole(name)), Batch(**batch()).named(), StepOptions(microbatches=2))
+    sizes = MeshSizes(stage=2, data=2)
+    choice = LayoutChoice(preset="fsdp", pipeline_microbatches=2, pipeline_groups=groups)
+    with make_layout(sizes, choice, jax.devices()[:4], model_axes(CONFIGS[name])):
+        placed = shard(changed(whole(name)), "params"), shard(Batch(**batch()).named(), "compute")
+        got, _ = found(named_jit, *placed, StepOptions())
+    assert_near(got, wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, groups", [("tied", 2), ("odd", 1)])
 def test_a_parameter_outside_of_the_stack_may_have_the_name_of_its_layers(name, groups):
@@ -127,13 +138,7 @@ def test_a_parameter_outside_of_the_stack_may_have_the_name_of_its_layers(name, 
         weights = named(jnp.linspace(0.1, 0.9, model.config.layers), "layers")
         return eqx.tree_at(lambda m: m.norm, model, Weighed(model.norm, weights))
 
-    sizes, choice = MeshSizes(stage=2, data=2), LayoutChoice(preset="fsdp", pipeline_microbatches=2)
-    wanted, _ = found(jax.jit, weighed(whole(name)), Batch(**batch()).named(), StepOptions(microbatches=2))
-    choice = dataclasses.replace(choice, pipeline_groups=groups)
-    with make_layout(sizes, choice, jax.devices()[:4], model_axes(CONFIGS[name])):
-        placed = shard(weighed(whole(name)), "params"), shard(Batch(**batch()).named(), "compute")
-        got, _ = found(named_jit, *placed, StepOptions())
-    assert_near(got, wanted)
+    assert_through_stages(name, groups, weighed)
 
 
 class Gained(eqx.Module):
@@ -154,13 +159,7 @@ def gained(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, groups", [("tied", 2), ("odd", 1)])
 def test_layers_may_share_a_parameter(name, groups):
-    sizes, choice = MeshSizes(stage=2, data=2), LayoutChoice(preset="fsdp", pipeline_microbatches=2)
-    wanted, _ = found(jax.jit, gained(whole(name)), Batch(**batch()).named(), StepOptions(microbatches=2))
-    choice = dataclasses.replace(choice, pipeline_groups=groups)
-    with make_layout(sizes, choice, jax.devices()[:4], model_axes(CONFIGS[name])):
-        placed = shard(gained(whole(name)), "params"), shard(Batch(**batch()).named(), "compute")
-        got, _ = found(named_jit, *placed, StepOptions())
-    assert_near(got, wanted)
+    assert_through_stages(name, groups, gained)
 
 
 class Remade(Stacked):
