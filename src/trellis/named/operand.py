@@ -45,11 +45,7 @@ def operand(x, what: str, *, pending: bool = False, copies: bool = True, keys: b
         MeshError: an array of another mesh.
         PendingSumError: partial sums in an operation that is not linear.
     """
-    if not isinstance(x, NamedArray):
-        raise NamesError(
-            f"a named operation takes named arrays, got {typeof(x)} in {what}: name its dimensions with named(array, "
-            "'...')"
-        )
+    refuse_plain((x,), what)
     check_rank(x, what)
     if asking:
         notice(x, what)
@@ -61,6 +57,39 @@ def operand(x, what: str, *, pending: bool = False, copies: bool = True, keys: b
         refuse_pending(x, what)
     settled = array if copies and x.names else no_copies(array, x.names)
     return x if settled is array else x.with_array(settled)
+
+
+def refuse_plain(args, what: str) -> None:
+    """Refuses what has no names.
+
+    Raises:
+        NamesError: something that is no named array.
+    """
+    for x in args:
+        if not isinstance(x, NamedArray):
+            raise NamesError(
+                f"a named operation takes named arrays, got {typeof(x)} in {what}: name its dimensions with "
+                "named(array, '...')"
+            )
+
+
+def refuse_named(args, what: str, instead: str) -> None:
+    """Refuses named arrays in a function of plain ones.
+
+    Args:
+        args: what the caller passed.
+        what: the function, for messages.
+        instead: the function that does the same with names.
+
+    Raises:
+        NamesError: a named array.
+    """
+    for x in args:
+        if isinstance(x, NamedArray):
+            raise NamesError(
+                f"a function of plain arrays takes no names, got {typeof(x)} in {what}: use {instead}, or pass its "
+                ".array"
+            )
 
 
 def no_copies(array: jax.Array, names: tuple[str, ...] = ()) -> jax.Array:

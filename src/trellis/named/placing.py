@@ -168,6 +168,9 @@ def bring_to_product(x: NamedArray, where: Assignment | None, other: NamedArray)
         # For copies along mesh axes other than the mapped ones, each device's own gradient is settled along these
         # first.
         x = _on_each_device(x, own)
+    if mine and not theirs and (rest := _mapped(layout, x) - mine):
+        # Maps in each other, of which not all slice it at rest: its gradient is a sum over those too.
+        x = _on_each_device(x, rest)
     copied = frozenset() if theirs else mine
     return move(x, tuple(where[name] for name in x.names), missing | copied)
 

@@ -1,5 +1,6 @@
 """Every implementation against the reference: values and gradients, on one device and on a mesh."""
 
+import contextlib
 import itertools
 import re
 
@@ -21,6 +22,7 @@ from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sharded import PlacementError
 
 BATCH, POS, HEADS, KV_HEADS, HEAD_DIM = 4, 24, 4, 2, 8
+QUERY, KEY = "batch pos heads head_dim", "batch key_pos kv_heads head_dim"
 PATTERNS = list(itertools.product([True, False], [None, 5], [False, True], [None, 2.0]))
 
 
@@ -389,3 +391,36 @@ def test_no_sequences_have_an_empty_result(arrays, implementation):
         lambda *given: attention(*given, implementation=implementation).sum(), argnums=(0, 1, 2)
     )(q[:0], k[:0], v[:0])
     assert out == 0 and [x.shape for x in gradients] == [x[:0].shape for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("axes", [None, {"batch": "data"}, {"batch": "data", "pos": "model"}], ids=str)
+def test_no_queries_have_an_empty_result_and_every_query_a_key(arrays, axes):
+    q, k, v = (tr.named(a, names) for a, names in zip(arrays[:3], (QUERY, KEY, KEY)))
+    none = q[{"pos": slice(0, 0)}]
+    layout = contextlib.nullcontext() if axes is None else tr.Layout(make_mesh(data=4, model=2), compute=axes)
+    with layout:
+        for keys in (k, k[{"key_pos": slice(0, 0)}]):
+            if axes is not None and keys is k and "pos" in axes:
+                continue  # slices have as many queries as keys
+            loss = lambda *given: nn.attend(*given, causal=False).sum().array
+            out, gradients = jax.value_and_grad(loss, (0, 1))(none, keys, v if keys is k else keys)
+            assert out == 0 and not gradients[1].array.any() and gradients[1].shape == keys.shape
+        with pytest.raises(AttentionError, match="every query must see a key, got q .* and no keys, k .* pass one key"):
+            nn.attend(q, k[{"key_pos": slice(0, 0)}], v[{"key_pos": slice(0, 0)}])
+
+
+def test_arrays_without_names_and_with_names_are_not_confused(arrays):
+    q, k, v, *_ = arrays
+    named = [tr.named(a, names) for a, names in zip(arrays[:3], (QUERY, KEY, KEY))]
+    assert refusal(tr.NamesError, lambda: attention(*named)) == (
+        "a function of plain arrays takes no names, got f32[batch=4 pos=24 heads=4 head_dim=8] in "
+        "dot_product_attention: use attend, or pass its .array"
+    )
+    for call, what in [
+        (lambda: nn.attend(named[0], k, named[2]), "attend"),
+        (lambda: nn.attend_cached(named[0], named[1], v, 3), "attend_cached"),
+    ]:
+        assert "a named operation takes named arrays, got f32[4 24 2 8] in " + what in refusal(tr.NamesError, call)
+    assert "in decode_attention: use attend_cached" in refusal(
+        tr.NamesError, lambda: nn.decode_attention(q[:, 0], named[1], v, jnp.ones(4, jnp.int32))
+    )

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trellis.mesh.meshes import make_mesh
+from trellis.named import NamesError, named
 from trellis.nn.loss import LossError, formulas
 from trellis.nn.loss import linear_cross_entropy as cross_entropy
 
@@ -272,6 +273,8 @@ def test_refusals(arrays):
         "the vocabulary must be from 1 to the size of the unembedding, got vocab_size=33 for 32 columns, in "
         "linear_cross_entropy(vocab_first=False): pass the tokenizer's size, or pad the unembedding further"
     )
+    with pytest.raises(NamesError, match=r"takes no names, got f32\[batch=4 pos=6 embed=8\] in linear_.* next_token_l"):
+        cross_entropy(named(x, "batch pos embed"), unembed, targets)
 
 
 def test_refused_placements(arrays):

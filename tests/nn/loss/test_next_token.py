@@ -108,6 +108,8 @@ def test_a_loss_of_each_example_that_is_mapped(compute):
     wanted = run(hidden, table, targets)
     with Layout(make_mesh(jax.devices()[:4], data=2, model=2), params={"embed": "data"}, compute=compute):
         found = run(shard(hidden, "compute"), shard(table), shard(targets, "compute"))
+        with pytest.raises(TypeError, match="unexpected keyword argument 'z_los'"):
+            vmap(lambda h, t: next_token_loss(h, table, t, z_los=0.1), "example")(hidden, targets)
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
 

@@ -337,3 +337,29 @@ def test_a_map_over_mixtures_is_refused():
         "seen:  the way grouped\n  where: model.routing.way\n  fix:   use the dense way, or tr.map instead of vmap, "
         "or remove the layers from the layout's compute (the trainer can run mixtures in a pipeline)"
     )
+
+
+@pytest.mark.parametrize("layout, way", [("one", "grouped"), ("expert, many", "slots"), ("over model", "gather")])
+def test_a_second_derivative_is_refused(layout, way):
+    """Of each argument alone, and where `dense` has one."""
+
+    def slope(index, way, *given):
+        part = lambda *given: loss(dict(way=way), *given)[0]
+        return jax.tree.reduce(lambda total, a: total + (a**2).sum(), jax.grad(part, index)(*given), jnp.zeros(()))
+
+    def twice(index, way, *given):
+        return jax.eval_shape(jax.grad(functools.partial(slope, index, way), index), *given)
+
+    mesh, params, compute = LAYOUTS[layout] or (dict(data=4), {}, {})
+    with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
+        x, *weights = arrays()
+        given = (shard(x, "compute"), *shard(weights, "params"))
+        for index in range(len(given)):
+            assert twice(index, "dense", *given).names == given[index].names
+            with pytest.raises(ExpertsError) as error:
+                twice(index, way, *given)
+    assert str(error.value) == (
+        "A mixture of experts can be differentiated once, by jax.grad or another of reverse mode.\n  seen:  a second "
+        f"derivative, the way {way}\n  where: model.routing.way\n  fix:   use the dense way, which computes every "
+        "expert for every token"
+    )

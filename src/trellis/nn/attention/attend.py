@@ -13,7 +13,7 @@ from trellis.mesh.manual.ops import vary
 from trellis.named import NamedArray, NamesError
 from trellis.named.array import is_named
 from trellis.named.explicitly import explicitly
-from trellis.named.operand import operand, slices_dealt
+from trellis.named.operand import operand, refuse_plain, slices_dealt
 from trellis.named.placing import move, refuse_slices
 from trellis.nn.attention.decode import decode_attention
 from trellis.nn.attention.dispatch import dot_product_attention
@@ -69,6 +69,7 @@ def attend(
         NamesError: an array's positions are sliced over mesh axes in an order that their kinds do not allow; or, in a
             manual program, arrays are sliced so that a device cannot do its queries' attention by itself.
     """
+    refuse_plain([x for x in (q, k, v, segment_ids, sinks) if x is not None], "attend")
     if "batch" not in q.names:
         alone = [None if x is None else _batch_of_one(x) for x in (q, k, v, segment_ids)]
         out = attend(*alone[:3], segment_ids=alone[3], sinks=sinks, window=window, **options)
@@ -205,6 +206,7 @@ def attend_cached(
     Raises:
         NamesError: the queries have several positions.
     """
+    refuse_plain([x for x in (q, k, v, sinks) if x is not None], "attend_cached")
     if q.shape.get("pos") != 1:
         raise NamesError(
             f"attention to a cache takes one new position at a time, got q {typeof(q)}, in attend_cached: use attend "

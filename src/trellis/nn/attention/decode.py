@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from trellis._compat import is_tracer
 from trellis.named.arguments import cap_of
+from trellis.named.operand import refuse_named
 from trellis.nn.attention.dispatch import check
 from trellis.nn.attention.pattern import hidden_score
 from trellis.nn.attention.sinks import weights_beside
@@ -41,6 +42,7 @@ def decode_attention(
     Raises:
         AttentionError: shapes do not agree, or the window has no key.
     """
+    refuse_named((q, k, v, lengths, sinks), "decode_attention", "attend_cached")
     known = None if is_tracer(window) else window
     check(q, k, v, known, sinks, "in decode_attention", queries="batch heads head_dim")
     logit_softcap = cap_of(logit_softcap, "decode_attention", "pass a Python number")

@@ -4,11 +4,13 @@ import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from trellis.errors import TrellisError
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import device_kind_of, platform_of
 from trellis.named.arguments import cap_of
+from trellis.named.operand import refuse_named
 from trellis.nn.attention.chunked import ChunkedTiles, chunked_attention
 from trellis.nn.attention.cudnn import CudnnTiles, cudnn_refuses
 from trellis.nn.attention.further import FurtherTiles, units_of
@@ -91,6 +93,8 @@ def dot_product_attention(
     """
     _check(q, k, v, window, segment_ids, sinks, implementation)
     logit_softcap = cap_of(logit_softcap, "attention", "pass a Python number; scale may be an array")
+    if not q.shape[1]:  # sums over the width have the sharding of the result
+        return jnp.broadcast_to(jnp.sum(q, -1, keepdims=True), (*q.shape[:3], v.shape[3]))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(scale, jax.Array):
         q, scale = q * scale.astype(q.dtype), 1.0
@@ -189,6 +193,7 @@ def _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation) -> t
 
 def _check(q, k, v, window, segment_ids, sinks, implementation) -> None:
     where = "in attention"
+    refuse_named((q, k, v, *(segment_ids or ()), sinks), "dot_product_attention", "attend")
     if implementation not in IMPLEMENTATIONS:
         raise AttentionError(
             f"the implementation of attention must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}, "
@@ -235,6 +240,10 @@ def check(q, k, v, window, sinks, where: str, *, queries: str = "batch pos heads
         raise AttentionError(
             f"each key head must serve the same number of query heads, got heads={heads}, kv_heads={kv_heads}, "
             f"{where}: make heads a multiple of kv_heads"
+        )
+    if q.size and not k.shape[1]:
+        raise AttentionError(
+            f"every query must see a key, got q {q.shape} and no keys, k {k.shape}, {where}: pass one key or more"
         )
     if sinks is not None and sinks.shape != (heads,):
         raise AttentionError(

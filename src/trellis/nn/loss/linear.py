@@ -16,6 +16,7 @@ from trellis.mesh.manual.ops import Axes, vary
 from trellis.mesh.reshard import place
 from trellis.named.arguments import cap_of, number_of
 from trellis.named.backend import on_accelerator
+from trellis.named.operand import refuse_named
 from trellis.named.tuned import tuned
 from trellis.nn.loss.formulas import Settings, kept_as
 from trellis.nn.loss.products import NarrowFactors, in_chunks, joined, specs, tile_of
@@ -257,6 +258,7 @@ def _check_states(states: list[State], x, unembed) -> str:
 
 def _check(x, unembed, targets, weights, vocab_size, vocab_first, bias, chunk) -> None:
     where = f"in linear_cross_entropy(vocab_first={vocab_first})"
+    refuse_named((x, unembed, targets, weights, bias), "linear_cross_entropy", "next_token_loss")
     embed = unembed.shape[1 if vocab_first else 0] if unembed.ndim == 2 else None
     if x.ndim != 3 or x.shape[-1] != embed or targets.shape != x.shape[:2]:
         layout = "vocab embed" if vocab_first else "embed vocab"

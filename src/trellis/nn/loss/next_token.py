@@ -34,7 +34,10 @@ def next_token_loss(
     *,
     bias: NamedArray | None = None,
     vocab_size: int | None = None,
-    **options,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    chunk: int | None = None,
+    chunk_bytes: int | None = None,
 ) -> TokenLoss:
     """Summed cross entropy of `hidden` times `unembedding`, on any layout; the logits never exist all at once.
 
@@ -55,13 +58,15 @@ def next_token_loss(
         weights: `f32["batch pos"]`, how much each token counts.
         bias: `"vocab"`, added to the logits.
         vocab_size: the true size of a padded vocabulary.
-        **options: of `linear_cross_entropy`: `z_loss`, `logit_softcap`, `chunk`.
+        z_loss, logit_softcap, chunk, chunk_bytes: as in `linear_cross_entropy`; a loss that is mapped over mesh axes has
+            no chunks.
 
     Raises:
         NamesError: in a manual program, `vocab` or `embed` is sliced, or tokens are not sliced alike everywhere.
     """
     tokens = ("batch", "pos")
-    known_numbers(options.get("z_loss", 0.0), options.get("logit_softcap"), "next_token_loss")
+    known_numbers(z_loss, logit_softcap, "next_token_loss")
+    options = dict(z_loss=z_loss, logit_softcap=logit_softcap, chunk=chunk, chunk_bytes=chunk_bytes)
     kind = unembedding.kind if isinstance(unembedding, Narrow) else None
     unembedding = unembedding.weight if isinstance(unembedding, Narrow) else unembedding
     ordered = lambda x, *names: operand(x, "next_token_loss", pending=True).transpose(names)
@@ -82,7 +87,7 @@ def _in_place(
     layout = current_layout()
     if layout is not None and layout.mapped:
         return _mapped(hidden, unembedding, targets, weights, bias, vocab_size, kind, **options)
-    narrow = None if kind is None else _narrow(hidden, unembedding, weights, kind, options.get("z_loss", 0.0))
+    narrow = None if kind is None else _narrow(hidden, unembedding, weights, kind, options["z_loss"])
     if layout is not None and state_of(hidden.array).mode == "explicit":
         batch, pos, vocab = _axes(layout, targets)
         if on_accelerator(hidden.array):

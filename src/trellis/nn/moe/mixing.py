@@ -26,6 +26,7 @@ from trellis.nn.moe.exchange import ExpertsError, exchange_each, gather_experts
 from trellis.nn.moe.grouped import activates, gathers, grouped_sums
 from trellis.nn.moe.hierarchical import hierarchical_each, parts_met
 from trellis.nn.moe.narrow import Held, gradient_only, grouped_each, held, narrow_weights, unmarked
+from trellis.nn.moe.once import once
 from trellis.nn.moe.routing import Choices
 from trellis.nn.moe.rows import local_experts
 from trellis.nn.moe.tiles import slower_than_a_copy
@@ -205,6 +206,11 @@ def _mixed(
         return [_dense(*each, gate, up, down, biases, gated, dispatch) for each in given]
     kinds, (gate, up, down) = unmarked((gate, up, down))
     experts = gate.axis("experts").size
+    given = [
+        (x, choices._replace(weights=choices.weights.with_array(once(chosen, *(a.array for a in varied)))))
+        for x, choices in given
+        for varied in [(choices.weights, x, gate, up, down)]
+    ]
     if chosen == "grouped":
         places = dataclasses.replace(places, experts=())
     of_tokens = [
