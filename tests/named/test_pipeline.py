@@ -193,6 +193,25 @@ def test_what_all_layers_get_moves_once():
     assert summed and all(row.times == 1 for row in summed)
 
 
+def test_what_layers_take_from_around_them():
+    """A weight that rests in slices is right; of the batch they see a part, so what has it is refused with the fix."""
+    stacked, (x, marks) = layers(), inputs()
+    weight = random.normal(jax.random.key(2), {"embed": EMBED, "out": EMBED}) * 0.2
+
+    def loss(w, s, x, m):
+        more = lambda x: x + einsum("batch embed, embed out -> batch out", x, w).rename(out="embed")
+        return (s.fold(x, m, call=lambda layer, x, m: layer(more(x), 1.0, m)) ** 2.0).mean().array
+
+    wanted = jax.jit(jax.grad(loss, (0, 1)))(weight, stacked, x, marks)
+    with layout(2, 4):
+        args = shard((weight, stacked)) + shard((x, marks), "compute")
+        got = named_jit(jax.grad(loss, (0, 1)))(*args)
+        with pytest.raises(NamesError, match="a part of 'batch' at a time here: hand what they read of it to fold"):
+            stacked.fold(x, call=lambda layer, h: layer(h, 1.0, marks))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("data, of", [(1, "a layer"), (4, "a layer"), (2, "all layers"), (2, "no layer")])
 def test_random_keys_differ_between_parts(data, of):
     """Rows of different microbatches, and of different slices of the batch, get different noise."""

@@ -75,6 +75,25 @@ def test_a_gradient_for_each_example_by_what_is_closed_over(layout):
                 tr.vmap(lambda x: jax.grad(lambda w: _loss(x, w).array)(w), "b")(x)
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("params", [{"e": "data"}, {"e": "model"}, {"e": "data", "o": "model"}, {"o": "data"}])
+def test_maps_in_each_other_over_what_one_of_their_mesh_axes_slices(params):
+    x, w = tr.named(X.reshape(4, 2, 16), "a b e"), tr.named(W, "e o")
+
+    def losses(w, x):
+        return tr.vmap(lambda x: tr.vmap(lambda x: _loss(x, w), "b")(x), "a")(x)
+
+    both = lambda w, x: (losses(w, x), tr.grad(lambda w, x: losses(w, x).sum(), (0, 1))(w, x))
+    expected = jax.jit(both)(w, x)
+    for outer, inner in (("data", "model"), ("model", "data")):
+        with tr.Layout(
+            tr.make_mesh(jax.devices()[:4], data=2, model=2), params=params, compute={"a": outer, "b": inner}
+        ):
+            found = tr.named_jit(both)(tr.shard(w), tr.shard(x, "compute"))
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 def _one(x):
     """A batch of one example."""
     return x.broadcast_to({"batch": 1, **x.shape})

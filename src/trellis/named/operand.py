@@ -284,9 +284,12 @@ def check_sizes(operands: list[NamedArray], what: str) -> None:
     for x in operands:
         for name, size in x.shape.items():
             if sizes.setdefault(name, size) != size:
+                fix = "rename one of them, or slice it"
+                if (layout := current_layout()) is not None and name in layout.cut:
+                    fix += f"; layers see a part of '{name}' at a time here: hand what they read of it to fold, after x"
                 raise NamesError(
                     f"a name must have one size in an operation, got {name}={sizes[name]} and {name}={size} in {what} "
-                    f"of {types_of(operands)}: rename one of them, or slice it"
+                    f"of {types_of(operands)}: {fix}"
                 )
 
 

@@ -58,8 +58,8 @@ def next_token_loss(
         weights: `f32["batch pos"]`, how much each token counts.
         bias: `"vocab"`, added to the logits.
         vocab_size: the true size of a padded vocabulary.
-        z_loss, logit_softcap, chunk, chunk_bytes: as in `linear_cross_entropy`; a loss that is mapped over mesh axes has
-            no chunks.
+        z_loss, logit_softcap, chunk, chunk_bytes: as in `linear_cross_entropy`; a loss that is mapped over mesh axes
+            has no chunks.
 
     Raises:
         NamesError: in a manual program, `vocab` or `embed` is sliced, or tokens are not sliced alike everywhere.
