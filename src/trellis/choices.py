@@ -1,6 +1,7 @@
-"""Fields of configurations that hold one of a few words."""
+"""What configurations and options may hold: one of a few words, or a whole number from 1 on."""
 
 import functools
+import operator
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -28,6 +29,14 @@ def check_choices(config: Any) -> None:
                     where=name,
                     fix=did_you_mean(str(item), words),
                 )
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number from 1 on that is known while the program is traced."""
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= 1
+    except TypeError:
+        return False
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trellis.choices import is_count
 from trellis.mesh.parts import part_of, with_part
 from trellis.notation import NotationError
 
@@ -36,7 +37,7 @@ class Ring:
     chunks: int = 1
 
     def __post_init__(self):
-        if isinstance(self.chunks, bool) or not hasattr(self.chunks, "__index__") or self.chunks < 1:
+        if not is_count(self.chunks):
             raise RingError(
                 f"a slice must travel in at least one chunk, got chunks={self.chunks}, in Ring('{self.axis}'): pass 1 "
                 "or more"

@@ -241,7 +241,7 @@ def test_refusals(arrays):
     assert refusal(AttentionError, lambda: attention(q, k, v.astype(jnp.bfloat16))) == (
         "q, k and v must have the same dtype, got float32, float32, bfloat16, in attention: cast them to one"
     )
-    for window in (0, 2.5):
+    for window in (0, 2.5, True):
         assert refusal(AttentionError, lambda window=window: attention(q, k, v, window=window)) == (
             f"a window must be a whole number of keys, from 1 on, got window={window}, in attention: use "
             "1 or more, or None"

@@ -1,11 +1,9 @@
 """The attention function: checks its arguments, picks an implementation, runs it on each device's part."""
 
-import operator
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
+from trellis.choices import is_count
 from trellis.errors import TrellisError
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import device_kind_of, platform_of
@@ -249,15 +247,7 @@ def check(q, k, v, window, sinks, where: str, *, queries: str = "batch pos heads
         raise AttentionError(
             f"sinks must be one score per head, got shape {sinks.shape} for heads={heads}, {where}: pass 'heads'"
         )
-    if window is not None and not _is_count(window):
+    if window is not None and not is_count(window):
         raise AttentionError(
             f"a window must be a whole number of keys, from 1 on, got window={window}, {where}: use 1 or more, or None"
         )
-
-
-def _is_count(value: Any) -> bool:
-    """Whether a value is a whole number from 1 on that is known while the program is traced."""
-    try:
-        return operator.index(value) >= 1
-    except TypeError:
-        return False

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from trellis.choices import is_count
 from trellis.errors import TrellisError
 from trellis.mesh.by_device import by_device
 from trellis.mesh.landing import placed
@@ -272,7 +273,7 @@ def _check(x, unembed, targets, weights, vocab_size, vocab_first, bias, chunk) -
             f"x and unembed must be floats and targets whole numbers, got {x.dtype}, {unembed.dtype} and "
             f"{targets.dtype}, {where}: cast them, as in targets.astype('int32')"
         )
-    if chunk is not None and (isinstance(chunk, bool) or not hasattr(chunk, "__index__") or chunk < 1):
+    if chunk is not None and not is_count(chunk):
         raise LossError(f"a chunk must have one token or more, got chunk={chunk}, {where}: use 512 or so, or None")
     if weights is not None and weights.shape != targets.shape:
         raise LossError(
