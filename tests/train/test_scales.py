@@ -170,6 +170,7 @@ def test_a_run_is_resumed_to_the_bit_also_on_another_mesh(run_file, tmp_path, ca
         ((), "`amax_history` must be 0 or more, and needs products in fp8 or int8"),
         (("--precision.products.mlp", "mxfp8"), "`amax_history` must be 0 or more, and needs products in fp8 or int8"),
         (("--precision.products.mlp", "fp8", "--mesh.stage", "2"), "amax_history=2 with mesh.stage=2"),
+        (("--precision.products.vocab", "fp8"), "amax_history=2, products={'vocab': 'fp8'}"),
     ],
 )
 def test_refused(options, said, run_file, tmp_path, capsys):

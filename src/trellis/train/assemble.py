@@ -345,8 +345,9 @@ def _check_four_bits(run: Run, layout: Layout) -> None:
 
 
 def _check_delayed(run: Run, model: Any) -> None:
-    """Refuses delayed scales for experts' products, and in stages, which keep none."""
-    experts = [p.path for p in parameters(model) if run.precision.product_of(p) and "experts" in p.names]
+    """Refuses delayed scales for experts' products, and in stages, which keep none, and where no product has any."""
+    products = [(p, kind) for p in parameters(model) if (kind := run.precision.product_of(p))]
+    experts = [p.path for p, _ in products if "experts" in p.names]
     seen = f"mesh.stage={run.mesh.stage}" if run.mesh.stage != 1 else f"products of `{experts[0]}`" if experts else ""
     if run.precision.amax_history and seen:
         raise UserError(
@@ -354,6 +355,13 @@ def _check_delayed(run: Run, model: Any) -> None:
             seen=f"amax_history={run.precision.amax_history} with {seen}",
             where="precision.amax_history",
             fix="use --precision.amax_history 0",
+        )
+    if run.precision.amax_history and not {"fp8", "int8"} & {kind for _, kind in products}:
+        raise UserError(
+            "Delayed scales are for products of layers' weights in fp8 or int8; those of the loss are current.",
+            seen=f"amax_history={run.precision.amax_history}, products={dict(run.precision.products)}",
+            where="precision.amax_history",
+            fix="use --precision.amax_history 0, or fp8 for weights of layers too",
         )
 
 
