@@ -111,6 +111,14 @@ def test_layouts_that_cut_a_tile_are_refused_before_anything_is_traced(part, opt
     assert (code, error) == (0, "") if said is None else code == 2 and said in error and "precision.products" in error
 
 
+def test_a_router_is_refused_and_not_suggested(capsys):
+    mixture = ("--model.family", "mixtral", "--model.experts", "4", "--model.experts_per_token", "2")
+    code, _, said = trellis(capsys, "plan", "tiny", "--on", "1xH100", *mixture, "--precision.products.router", "fp8")
+    assert code == 2 and "`router`, which matches no weight that multiplies" in said
+    fix = said.partition("fix:")[2]
+    assert "block.mlp.gate" in fix and "router" not in fix
+
+
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.slow
 def test_moments_in_eight_bits_are_checkpointed_sharded_and_resumed(run_file, tmp_path, capsys):

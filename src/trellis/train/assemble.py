@@ -313,7 +313,8 @@ def _check_narrow_products(run: Run, model: Any) -> None:
 
 
 def _no_narrow_product(seen: str, model: Any, fix: str = "") -> UserError:
-    able = [p.path.removeprefix("layers.") for p in parameters(model) if p.role == Role.WEIGHT and p.of_layers]
+    weights = [p for p in parameters(model) if p.role == Role.WEIGHT and p.of_layers and "routes" not in p.names]
+    able = [p.path.removeprefix("layers.") for p in weights]
     return UserError(
         "Narrow products must be those of layers' weights (of experts in fp8 or int8) or of the unembedding (in fp8 or "
         "mxfp8, which can represent small probabilities).",
