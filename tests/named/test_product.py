@@ -48,6 +48,19 @@ def test_the_gradient_is_that_of_dot_general(a_shape, b_shape, summed, turned):
         np.testing.assert_allclose(seen, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "one, other, both", [("bfloat16", "float16", "float32"), ("int8", "uint8", "int16"), ("bfloat16", "float32", None)]
+)
+def test_numbers_of_two_types_are_multiplied_as_jax_does(one, other, both):
+    a, b = jnp.full((2, 3), 3, one), jnp.full((3, 4), 200, other)
+    for x, y in ((a, b), (b.T, a.T)):
+        made = product(x, y, (((1,), (0,)), ((), ())))
+        assert made.dtype == jnp.dtype(both or "float32") and jnp.all(made == 1800)
+    if both == "float32":
+        grads = jax.grad(lambda a, b: product(a, b, (((1,), (0,)), ((), ()))).sum(), (0, 1))(a, b)
+        assert [g.dtype for g in grads] == [a.dtype, b.dtype] and jnp.all(grads[0] == 800) and jnp.all(grads[1] == 6)
+
+
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("widths", [(3, 8), (8, 4)])
 def test_gradients_lie_where_their_values_do(widths, copied):

@@ -256,7 +256,22 @@ def product(a: jax.Array, b: jax.Array, numbers, *, preferred_element_type=None,
 def plain_product(a: jax.Array, b: jax.Array, numbers, dtype, spec) -> jax.Array:
     """`jax.lax.dot_general`, with a result of this type, sharded so where the operands do not say it."""
     sharding = None if spec is None else sharding_on(a, spec)
+    if dtype is None and a.dtype != b.dtype:
+        dtype = _type_of_both(a.dtype, b.dtype)
     return lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=sharding)
+
+
+def _type_of_both(one, other):
+    """The type in which JAX adds or multiplies numbers of two types; None if it does neither.
+
+    Of bfloat16 and float16 it is float32, and of int8 and uint8 int16, where `dot_general` would take one of the two,
+    which cannot hold the other's numbers.
+    """
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.promote_types(one, other)
+    except jax.dtypes.TypePromotionError:
+        return None
 
 
 def cpu_dot(a: jax.Array, b: jax.Array, numbers, *, spec=None) -> jax.Array:
