@@ -10,6 +10,7 @@ import pytest
 
 import trellis as tr
 from trellis import f32, nn
+from trellis.inspect import structure_of
 from trellis.mesh import MeshError
 from trellis.named import NamesError
 
@@ -354,3 +355,25 @@ def test_what_is_sorted_in_a_map_is_the_same_where_it_is_kept_for_the_backward_p
     value, found = tr.value_and_grad(lambda x: loss(x, kept))(x)
     np.testing.assert_allclose(value, plain, rtol=1e-5)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_table_that_a_map_in_a_map_closes_over_is_gathered_as_the_ledger_says(merged):
+    """At rest in slices over both maps' mesh axes: the compiler gathered it, and the ledger had nothing."""
+    layout = tr.Layout(
+        tr.make_mesh(data=4, model=2), {"embed": "data", "vocab": "model"}, {"batch": "data", "pos": "model"}
+    )
+    look_up = lambda t, e: t.merge_axes(("vocab", "embed"), "z")["z", e] if merged else t["vocab", e]
+    rows = lambda t, ids: tr.vmap(lambda r: tr.vmap(lambda e: look_up(t, e), "pos")(r), "batch")(ids)
+    both = lambda t, ids: (rows(t, ids), tr.grad(lambda t: tr.sin(rows(t, ids)).sum())(t))
+    table, ids = tr.random.normal(jax.random.key(0), {"vocab": 8, "embed": 4}), tr.arange(tr.Axis("pos", 4))
+    ids = tr.broadcast_to(ids, {"batch": 4, "pos": 4})
+    expected = both(table, ids)
+    with layout:
+        placed = tr.shard(table), tr.shard(ids, "compute")
+        program = tr.named_jit(both)
+        for mine, theirs in zip(program(*placed), expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+        compiled = program.lower(*placed).compile()
+        said = str(structure_of(tr.ledger(program, *placed), compiled, layout.mesh))
+    assert "besides" not in said and "missing" not in said, said

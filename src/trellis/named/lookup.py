@@ -24,6 +24,7 @@ from trellis.named.placing import (
     missing_axes,
     move,
     one_axis_one_name,
+    outside,
     own_mesh,
     settle_selected,
     whole,
@@ -70,6 +71,8 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
         table = x.array
         if mode == "explicit" and plan.aligned:  # mapped over, so both must be in one place
             table, ids = _bring(x, plan, where).array, [i.with_array(bring(i, where).array) for i in ids]
+        elif mode == "explicit" and outside(x):  # whole to the mapped program: the compiler would gather it unsaid
+            table = _bring(x, plan, where, copies=False).array
         elif mode == "explicit" and held.copied and not held.pending:
             # Nothing is sliced here, so the copies have no other operand to sum their gradients with: whole rows.
             table = place(table, held.axes, (), frozenset(), names=x.names)
