@@ -394,3 +394,53 @@ def test_an_annotation_is_subscripted_with_a_shape():
     )
     assert repr(Stack["layers/stage", Block]) == 'Stack["layers/stage", Block]'
     assert repr(bf16["a/x +y"]) == 'bf16["a/x +y"]'
+
+
+Kept = typing.TypeVar("Kept")
+
+
+@dataclasses.dataclass
+class _Leaf(typing.Generic[Kept]):
+    """A dataclass that JAX does not know."""
+
+    w: f32["a b"]
+    kept: Kept = None
+
+
+@struct
+class _Tree(typing.Generic[Kept]):
+    w: f32["a b"]
+    kept: Kept
+
+
+class _Tuple(typing.NamedTuple, typing.Generic[Kept]):
+    w: f32["a b"]
+    kept: Kept = None
+
+
+@pytest.mark.parametrize("cls", [_Leaf, _Tree, _Tuple])
+def test_classes_of_given_types_are_checked_and_dataclasses_that_are_no_trees(cls):
+    def given(hint):
+        def fn(given, b): ...
+
+        fn.__annotations__ = {"given": hint, "b": f32["b"], "return": None}
+        return checked(fn)
+
+    b, right, wrong = jnp.ones(3), jnp.ones((2, 3)), jnp.ones((2, 4))
+    for hint in (cls, cls[int], typing.Optional[cls[int]]):  # noqa: UP045
+        given(hint)(cls(right, 0), b)
+        refuses("got b=4 from argument `given.w`", given(hint), cls(wrong, 0), b)
+    refuses("got b=4 from argument `given[0].w`", given(list[cls[int]]), [cls(wrong, 0)], b)
+    refuses("got b=4 from argument `given.w`", given(Stack["layers", cls[int]]), cls(jnp.ones((5, 2, 4)), 0), b)
+    given(cls[f32["b"]])(cls(right, b), b)
+    refuses("from argument `given.kept`", given(cls[f32["b"]]), cls(right, jnp.ones(4)), b)
+    refuses("must be of its annotated class, got int[] for", given(cls[int]), 3, b)
+
+
+def test_a_type_under_a_name_of_its_own_is_checked():
+    Matrix = typing.NewType("Matrix", f32["a b"])
+
+    @checked
+    def fn(w: Matrix, b: f32["b"]): ...
+
+    refuses("got b=4 from argument `w`", fn, jnp.ones((2, 4)), jnp.ones(3))

@@ -152,3 +152,16 @@ def test_a_named_tuple_is_a_part_of_the_tree():
     assert (tree.moments.mean.shape, tree.moments.count, tree.plain.mean.shape) == ((4, 8), 0, (8,))
     assert struct_specs(State).plain.mean == PartitionSpec("data")
     assert len(jax.tree.leaves(State(Moments(jnp.ones(2)), None))) == 2  # a chain of numbers is static
+
+
+def test_a_struct_of_given_types():
+    Kept = typing.TypeVar("Kept")
+
+    @struct
+    class Block(typing.Generic[Kept]):
+        w: f32["a b/d"]
+        kept: Kept
+
+    assert struct_shapes(Block[f32["a"]], dict(a=2, b=4)).kept.shape == (2,)
+    with pytest.raises(NotationError, match="an abstract tree needs to know what a field holds, got ~Kept"):
+        struct_shapes(Block, dict(a=2, b=4))

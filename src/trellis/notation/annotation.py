@@ -140,6 +140,9 @@ class Stack:
         return StackType(prefix, item[1])
 
 
+_ALIASES = (typing.NewType, *([typing.TypeAliasType] if hasattr(typing, "TypeAliasType") else []))
+
+
 def hints_of(obj) -> dict[str, typing.Any]:
     """The annotations of a function or class, with texts evaluated.
 
@@ -166,34 +169,59 @@ def hint_text(hint) -> str:
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else repr(hint)
 
 
+def meant(hint):
+    """What a `typing.NewType`, or a `type` statement, stands for; any other hint as it is."""
+    while type(hint) in _ALIASES:
+        hint = hint.__supertype__ if isinstance(hint, typing.NewType) else hint.__value__
+    return hint
+
+
 def alternatives(hint) -> tuple:
     """The members of a union, or the hint alone."""
+    hint = meant(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return typing.get_args(hint)
     return (hint,)
 
 
 def fields_of(hint) -> dict[str, typing.Any]:
-    """The fields of a dataclass or a `NamedTuple` with their annotations; none of anything else."""
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        names = [field.name for field in dataclasses.fields(hint)]
-    elif isinstance(hint, type) and issubclass(hint, tuple):
-        names = getattr(hint, "_fields", ())
+    """The fields of a dataclass or a `NamedTuple`, as it is or of given types (`Block[int]`), with their annotations;
+    none of anything else."""
+    cls = class_of(hint)
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        names = [field.name for field in dataclasses.fields(cls)]
+    elif isinstance(cls, type) and issubclass(cls, tuple):
+        names = getattr(cls, "_fields", ())
     else:
         return {}
-    hints = hints_of(hint)
-    return {name: hints.get(name) for name in names}
+    hints = hints_of(cls)
+    given = dict(zip(getattr(cls, "__parameters__", ()), typing.get_args(hint), strict=False))
+    return {name: _given(hints.get(name), given) for name in names}
+
+
+def class_of(hint):
+    """The class that a hint names, without the types it is given."""
+    return typing.get_origin(hint) or hint
+
+
+def _given(hint, types: dict):
+    """A hint with the types that its class was given in the place of variables."""
+    if isinstance(hint, typing.TypeVar):
+        return types.get(hint, hint)
+    if types and (variables := getattr(hint, "__parameters__", ())) and class_of(hint) is not hint:
+        return hint[tuple(types.get(v, v) for v in variables)]
+    return hint
 
 
 def array_types(hint, prefix: Shape | None = None, seen: tuple = ()) -> list[ArrayType]:
     """All array types that a hint mentions, in order, including those in the fields of its classes."""
+    hint = meant(hint)
     if isinstance(hint, ArrayType):
         return [hint.under(prefix) if prefix else hint]
     if isinstance(hint, StackType):
         lead = Shape((*(prefix.dims if prefix else ()), *hint.prefix.dims))
         return array_types(hint.of, lead, seen)
-    if typing.get_origin(hint) is not None:
-        return [t for arg in typing.get_args(hint) for t in array_types(arg, prefix, seen)]
     if hint in seen:
         return []
-    return [t for field in fields_of(hint).values() for t in array_types(field, prefix, (*seen, hint))]
+    parts = tuple(fields_of(hint).values()) or typing.get_args(hint)
+    return [t for part in parts for t in array_types(part, prefix, (*seen, hint))]

@@ -7,11 +7,21 @@ import functools
 import inspect
 import os
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
-from trellis.notation.annotation import ArrayType, StackType, alternatives, array_types, fields_of, hint_text, hints_of
+from trellis.notation.annotation import (
+    ArrayType,
+    StackType,
+    alternatives,
+    array_types,
+    class_of,
+    fields_of,
+    hint_text,
+    hints_of,
+    meant,
+)
 from trellis.notation.binding import Bindings, TypeMismatch, binding, check_array
 from trellis.notation.shape import Shape
 from trellis.notation.typeof import is_array, is_named, typeof
@@ -112,15 +122,22 @@ def check_tree(value, hint, place: str, bindings: Bindings) -> None:
     for leaf in typed_leaves(value, hint, place):
         if leaf.kind is not None:
             check_array(leaf.value, leaf.kind, leaf.place, bindings)
+        for name, kind in leaf.fields.items():
+            check_tree(getattr(leaf.value, name), kind, _at(leaf.place, f".{name}"), bindings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array of a pytree: where it stands, its value and its annotated type (None if it has none)."""
+    """One array of a pytree: where it stands, its value and its annotated type (None if it has none).
+
+    Attributes:
+        fields: the annotations of what it holds, if it is a dataclass that JAX takes for one leaf.
+    """
 
     place: str
     value: typing.Any
     kind: ArrayType | None
+    fields: Mapping[str, typing.Any] = dataclasses.field(default_factory=dict)
 
 
 def is_typed_leaf(value) -> bool:
@@ -155,6 +172,10 @@ def _walk(path, leaf, value, hint, place: str) -> Leaf:
                     f"`{hint!r} | None`"
                 )
             return Leaf(_at(place, text), leaf, hint.under(Shape(prefix)) if prefix else hint)
+        if key is None and dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and hint is not None:
+            fields = {name: kind for name, kind in fields_of(hint).items() if hasattr(leaf, name)}
+            fields = {name: StackType(Shape(prefix), kind) for name, kind in fields.items()} if prefix else fields
+            return Leaf(_at(place, text), leaf, None, fields)
         if key is None or hint is None:
             break
         value, hint, word = _step(value, hint, key)
@@ -176,6 +197,7 @@ def _at(place: str, text: str) -> str:
 def _resolve(hint, prefix: tuple, value, place: str):
     """Follows stacks and unions down to an array type, a class, a container, or nothing."""
     while True:
+        hint = meant(hint)
         if isinstance(hint, StackType):
             hint, prefix = hint.of, (*prefix, *hint.prefix.dims)
             continue
@@ -190,12 +212,13 @@ def _resolve(hint, prefix: tuple, value, place: str):
                 f"{place}: pass a value of one of these types"
             )
     if fields_of(hint) and array_types(hint):
-        if not isinstance(value, hint):
+        cls = class_of(hint)
+        if not isinstance(value, cls):
             raise TypeMismatch(
-                f"a value must be of its annotated class, got {typeof(value)} for {hint.__name__}, in {place}: pass a "
-                f"{hint.__name__}"
+                f"a value must be of its annotated class, got {typeof(value)} for {cls.__name__}, in {place}: pass a "
+                f"{cls.__name__}"
             )
-        hint = type(value)
+        hint = hint if type(value) is cls else type(value)
     return hint, prefix
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import NamedSharding
 
-from trellis.notation.annotation import ArrayType, DType, StackType, alternatives, array_types, fields_of
+from trellis.notation.annotation import ArrayType, DType, StackType, alternatives, array_types, class_of, fields_of
 from trellis.notation.binding import real_axes
 from trellis.notation.shape import NotationError, Shape, spec_of
 
@@ -18,7 +18,7 @@ def struct(cls):
     """Makes a class of annotated fields a frozen dataclass and a pytree.
 
     Fields whose annotation mentions an array (`f32["..."]`, another struct,
-    `Stack[...]`, `jax.Array`, or a container or `NamedTuple` of these) are children of the
+    `Stack[...]`, `jax.Array`, a type variable, or a container or `NamedTuple` of these) are children of the
     pytree; the others (`int`, `str`, ...) are static.
 
     >>> from trellis.notation import Stack, f32
@@ -47,7 +47,7 @@ def struct(cls):
 
 
 def _holds_arrays(hint, seen: tuple = ()) -> bool:
-    if isinstance(hint, ArrayType | StackType | DType) or hint is typing.Any or array_types(hint):
+    if isinstance(hint, ArrayType | StackType | DType | typing.TypeVar) or hint is typing.Any or array_types(hint):
         return True
     fields = () if dataclasses.is_dataclass(hint) or hint in seen else fields_of(hint).values()
     if any(_holds_arrays(part, (*seen, hint)) for part in (*typing.get_args(hint), *fields)):
@@ -129,18 +129,18 @@ def _build(hint, leaf, prefix: tuple, place: str, static: Mapping):
         return leaf(hint.under(Shape(prefix)) if prefix else hint, f"`{place}`")
     if typing.get_origin(hint) is tuple and Ellipsis not in typing.get_args(hint):
         return tuple(_build(a, leaf, prefix, f"{place}[{i}]", {}) for i, a in enumerate(typing.get_args(hint)))
-    fields = fields_of(hint)
-    if not fields and not dataclasses.is_dataclass(hint):
+    fields, cls = fields_of(hint), class_of(hint)
+    if not fields and not dataclasses.is_dataclass(cls):
         raise NotationError(
             f"an abstract tree needs to know what a field holds, got {hint}, in `{place}`: "
             f"annotate an array, a struct, a tuple of these or Stack[...], or pass a static field's value by name"
         )
-    values, (derived, default) = dict(static), _not_asked(hint)
+    values, (derived, default) = dict(static), _not_asked(cls)
     for field, kind in fields.items():
         if field in values or field in derived or (field in default and not _holds_arrays(kind)):
             continue
         values[field] = _build(kind, leaf, prefix, f"{place}.{field}", {})
-    return hint(**values)
+    return cls(**values)
 
 
 def _not_asked(cls) -> tuple[set[str], set[str]]:
