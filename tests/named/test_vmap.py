@@ -324,6 +324,21 @@ def test_gradients_of_what_devices_do_by_themselves(along, since):
             np.testing.assert_allclose(gradient(tr.named(X, "b e")), expected, rtol=1e-5)
 
 
+def test_steps_of_parameters_for_each_example():
+    """A step over plain arrays, as Optax makes it: right of an argument; of what is closed over, refused."""
+    loss = lambda w, row: (tr.dot(row, w, over="e") ** 2.0).sum()
+    stepped = lambda w, row: loss(jax.tree.map(lambda w, g: w - 0.1 * g, w, tr.grad(loss)(w, row)), row)
+    argument = lambda w, x: tr.vmap(stepped, "b")(w, x).sum()
+    around = lambda w, x: tr.vmap(lambda row: stepped(w, row), "b")(x).sum()
+    w = tr.named(np.linspace(-1, 1, X.shape[1] * 2, dtype=np.float32).reshape(-1, 2), "e h")
+    expected = tr.grad(argument)(w, tr.named(X, "b e"))
+    with tr.Layout(tr.make_mesh(data=8), params={"e": "data"}, compute={"b": "data"}):
+        w, x = tr.shard(w), tr.named(X, "b e")
+        np.testing.assert_allclose(tr.grad(argument)(w, x), expected, rtol=1e-4)
+        with pytest.raises(MeshError, match="pass the parameters to the mapped function, which has them whole"):
+            tr.grad(around)(w, x)
+
+
 @pytest.mark.parametrize("manual", [False, True])
 def test_what_a_users_function_does_not_do_stays_its_own_error(manual):
     def one(row):

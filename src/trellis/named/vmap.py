@@ -179,9 +179,10 @@ def _in_our_words(error: Exception) -> str | None:
     if refuses_slices(error):
         return (
             "JAX can map an operation over slices only if it knows how they are sliced, got one where it does not "
-            f"({text.splitlines()[0]}), in vmap: use named operations, use where(...) instead of cond, or for linear "
-            "algebra let each device compute its own slices, with trellis.shard_map (tr.map gathers the name and "
-            "goes through it one by one)"
+            f"({text.splitlines()[0]}), in vmap: use named operations (`jax.tree.map` of parameters and their "
+            "gradients goes by plain arrays: pass the parameters to the mapped function, which has them whole), use "
+            "where(...) instead of cond, or for linear algebra let each device compute its own slices, with "
+            "trellis.shard_map (tr.map gathers the name and goes through it one by one)"
         )
     return None
 
