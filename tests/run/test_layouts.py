@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import types
 
 import equinox as eqx
 import jax
@@ -354,8 +355,17 @@ def test_devices_are_those_asked_for():
         find_devices(dataclasses.replace(tiny(), devices=16))
     assert str(error.value) == (
         "A run cannot use more devices than JAX has.\n  seen:  devices=16 where JAX has 8 (cpu)\n  where: --devices\n"
-        "  fix:   use 8 or fewer"
+        '  fix:   use 8 or fewer, or ask for more before JAX first looks: jax.config.update("jax_num_cpu_devices", 16)'
     )
+
+
+@pytest.mark.parametrize(("mine", "made"), [(-1, 2), (8, 8)])
+def test_a_program_keeps_the_cpu_devices_that_it_asked_for(monkeypatch, mine, made):
+    told: dict[str, object] = {}
+    held = types.SimpleNamespace(jax_platforms="cpu", jax_num_cpu_devices=mine, update=told.__setitem__)
+    monkeypatch.setattr(jax, "config", held)
+    assert len(find_devices(dataclasses.replace(tiny(), devices=2))) == 2
+    assert told["jax_num_cpu_devices"] == made
 
 
 def test_processes_of_several_use_all_their_devices(monkeypatch):

@@ -15,11 +15,14 @@ from trellis.run.config import Run
 # The processors' caches and memory are shared: past this many devices a CPU gains nothing and compiles for longer.
 _MOST_BY_DEFAULT = 8
 
+_MORE = ', or ask for more before JAX first looks: jax.config.update("jax_num_cpu_devices", {})'
+
 
 def find_devices(run: Run) -> list[Any]:
     """The devices that a run uses, `--devices` of them if that is given.
 
-    On a CPU they are made here, which must happen before JAX has looked at its devices: call it first.
+    On a CPU they are made here, which must happen before JAX has looked at its devices: call it first. A program that
+    has runs of several sizes asks for enough before, by `jax.config.update("jax_num_cpu_devices", 8)`.
 
     Raises:
         UserError: there are fewer devices than asked for, or JAX has already looked.
@@ -27,10 +30,12 @@ def find_devices(run: Run) -> list[Any]:
     choose_platform()
     claim_gpu_memory()
     count = run.devices or default_count(run, usable_cores())
-    if run.mesh.stage > 1 or count > usable_cores():
-        leave_threads(count)
+    config: Any = jax.config
+    made = max(count, config.jax_num_cpu_devices)  # a program may have asked for more, to compare meshes
+    if run.mesh.stage > 1 or made > usable_cores():
+        leave_threads(made)
     try:
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", made)
     except RuntimeError:  # the backend already exists: what counts is how many devices it has
         pass
     devices = jax.devices()
@@ -50,7 +55,7 @@ def find_devices(run: Run) -> list[Any]:
             seen=f"devices={wanted} where JAX has {len(devices)} ({devices[0].device_kind})",
             where="--devices",
             fix=f"use {len(devices)} or fewer"
-            + ("" if are_cpus(devices) else "; set JAX_PLATFORMS=cpu to rehearse more on a CPU"),
+            + (_MORE.format(wanted) if are_cpus(devices) else "; set JAX_PLATFORMS=cpu to rehearse more on a CPU"),
         )
     return devices[:wanted]
 
