@@ -295,6 +295,8 @@ def test_refused_folders(good, tmp_path):
     data = weights.read_bytes()
     weights.write_bytes(data[:-10])
     refused(f"A weight file must be complete.\n  seen:  {len(data) - 10} of {len(data)} bytes")
+    weights.write_bytes(data + b"more")
+    refused(f"A weight file must be complete.\n  seen:  {len(data) + 4} of {len(data)} bytes")
     weights.write_bytes(b"PK\x03\x04 a pickle, for instance")
     refused("A weight file must be in the safetensors format.")
     weights.unlink()
@@ -302,6 +304,30 @@ def test_refused_folders(good, tmp_path):
     for contents in ("{", "[]", "null"):
         (good / "config.json").write_text(contents)
         refused("The folder's .json files must be valid JSON, an object each.")
+
+
+@pytest.mark.parametrize("damage", ["short", "shared", "negative", "text", "shape"])
+def test_a_header_that_contradicts_itself(good, damage):
+    """Its tensor's numbers would be those of another."""
+    weights, name = good / "model.safetensors", "lm_head.weight"
+    data = weights.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    start, stop = header[name]["data_offsets"]
+    changes = {
+        "short": {"data_offsets": [start, stop - 64]},
+        "shared": {"data_offsets": [64, 64 + stop - start]},
+        "negative": {"data_offsets": [start - stop, 0]},
+        "text": {"data_offsets": [str(start), str(stop)]},
+        "shape": {"shape": [float(size) for size in header[name]["shape"]]},
+    }
+    header[name] |= changes[damage]
+    text = json.dumps(header).encode()
+    weights.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(UserError, match="A weight file must be in the safetensors format") as error:
+        Folder(good, FAMILIES)
+    if damage in ("short", "shared"):
+        assert "bytes at" in error.value.seen and "after a tensor that ends at" in error.value.seen
 
 
 def test_tensors_that_no_parameter_takes(good):

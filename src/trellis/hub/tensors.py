@@ -7,7 +7,7 @@ the data) and the data. The `safetensors` package needs all tensors of a file in
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,17 +48,15 @@ class TensorFile:
             self.entries = {
                 k: (v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for k, v in header.items() if k != META
             }
+            wrong = _disordered(self.entries)
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise UserError(
-                "A weight file must be in the safetensors format.",
-                seen=f"a header of {length} bytes that cannot be read",
-                where=str(path),
-                fix="download or export it again",
-            ) from None
+            wrong = f"a header of {length} bytes that cannot be read"
+        fix = "download or export it again"
+        if wrong:
+            raise UserError("A weight file must be in the safetensors format.", seen=wrong, where=str(path), fix=fix)
         self._begin = 8 + length
         need = self._begin + max((entry[3] for entry in self.entries.values()), default=0)
-        if (size := os.path.getsize(path)) < need:
-            fix = "download or export it again"
+        if (size := os.path.getsize(path)) != need:
             raise UserError("A weight file must be complete.", seen=f"{size} of {need} bytes", where=str(path), fix=fix)
 
     def tensor(self, name: str) -> np.ndarray:
@@ -68,6 +66,27 @@ class TensorFile:
             return np.zeros(shape, DTYPES[dtype])
         raw = np.memmap(self.path, np.uint8, "r", offset=self._begin + start, shape=(stop - start,))
         return raw.view(DTYPES[dtype]).reshape(shape)
+
+
+def _disordered(entries: Mapping[str, tuple]) -> str | None:
+    """The first tensor that does not follow the one before it, or is not as long as its shape says; None if all are
+    in order, as the format has them: without holes, and no byte in two tensors.
+
+    Raises:
+        ValueError, TypeError: a number is none.
+    """
+    end = 0
+    for name, (dtype, shape, start, stop) in sorted(entries.items(), key=lambda entry: entry[1][2:]):
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+            raise ValueError
+        if dtype in DTYPES:
+            size = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+        else:  # its width is not known; it is refused when it is read
+            size = stop - start
+        if start != end or stop != start + size:
+            return f"{name} of {size} bytes at {start} to {stop}, after a tensor that ends at {end}"
+        end = stop
+    return None
 
 
 class Tensor(NamedTuple):
