@@ -400,6 +400,14 @@ def test_a_function_that_names_its_own_mesh_is_proven(plain_mesh):
     assert not proof.proven and proof.error > 1e-2
 
 
+def test_why_is_told_where_all_arguments_are_whole_and_results_are_sliced(plain_mesh):
+    def sliced(x):
+        return jax.lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(plain_mesh, P("x", "y"))) * 1.001
+
+    proof = tr.prove(sliced, jax.ShapeDtypeStruct((8, 256), jnp.float32), on="v5e:2x2", reference=jnp.tanh)
+    assert not proof.proven and "wrong as it was written" in proof.finding.culprit
+
+
 def test_a_jitted_function_with_shardings_is_proven(plain_mesh):
     place = lambda *axes: NamedSharding(plain_mesh, P(*axes))
     product = jax.jit(lambda x, w: x @ w, in_shardings=(place("x", "y"), place("y")), out_shardings=place("x"))

@@ -42,6 +42,7 @@ class Suspect:
         compiled: the compiled program's text.
         wholes: its arguments as whole arrays.
         parts: its arguments as devices hold them, `device dim ...` each.
+        results: the shapes of its results on a device.
         devices: how many there are.
         is_right: whether results, `device dim ...` each, are what they should be.
         are_right: the same for whole results.
@@ -52,6 +53,7 @@ class Suspect:
     compiled: str
     wholes: Arrays
     parts: Arrays
+    results: Sequence[tuple[int, ...]]
     devices: int
     is_right: Callable[[Arrays], bool]
     are_right: Callable[[Arrays], bool]
@@ -64,8 +66,7 @@ def find(suspect: Suspect) -> Finding:
 
 
 def _found(suspect: Suspect, made: Sequence[Snapshot]) -> Finding:
-    shapes = [part.shape[1:] for part in suspect.parts]
-    first = partitioned(made, shapes)
+    first = partitioned(made, [part.shape[1:] for part in suspect.parts], suspect.results)
     right, wrong = first_wrong(made[first:], lambda snapshot: _holds(suspect, snapshot.text))
     if right is None and wrong is None:
         return Finding("no program between the compiler's passes could be read: its result is wrong, the cause unknown")

@@ -65,15 +65,18 @@ def snapshots(lowered: Any, options: Mapping[str, str]) -> Generator[list[Snapsh
         ]
 
 
-def partitioned(found: Sequence[Snapshot], shapes: Sequence[tuple[int, ...]]) -> int:
-    """The first of the programs that is one device's, whose parameters have the given shapes; their number if none."""
-    wanted = [f"[{','.join(map(str, shape))}]" for shape in shapes]
+def partitioned(
+    found: Sequence[Snapshot], given: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
+) -> int:
+    """The first of the programs that is one device's, with parameters and results of the given shapes; their number if
+    none is. Results decide if every parameter is whole on each device."""
     for index, snapshot in enumerate(found):
         program = parse_program(snapshot.text)
-        parameters = [i for i in program.computations[program.entry] if i.op == "parameter"]
-        parameters.sort(key=lambda i: int(i.literal))
-        have = [re.search(r"\[[\d,]*\]", i.type) for i in parameters]
-        if [h[0] if h else "" for h in have] == wanted:
+        entry = program.computations[program.entry]
+        parameters = sorted((i for i in entry if i.op == "parameter"), key=lambda i: int(i.literal))
+        have = [array.shape for i in parameters for array in i.results]
+        made = [array.shape for i in entry if i.root for array in i.results]
+        if have == [*given] and made == [*results]:
             return index
     return len(found)
 

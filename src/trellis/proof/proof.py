@@ -222,6 +222,7 @@ class Subject:
                 compiled=compiled.text,
                 wholes=[self.given[i][None] for i in compiled.kept],
                 parts=self.parts(compiled),
+                results=[place.shard_shape(wanted.value.shape) for wanted, place in zip(self.wanted, places)],
                 devices=self.mesh.size,
                 is_right=lambda found: right(found, places),
                 are_right=lambda found: right(found, whole),
