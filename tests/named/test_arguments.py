@@ -183,3 +183,30 @@ def test_a_dtype_that_jax_has_no_running_maximum_of(axis_type, along):
         ),
     ):
         tr.cummax(tr.shard(X > 0, "compute"), along)
+
+
+def test_ranges_begin_and_end_at_numbers_of_the_program():
+    axis, x = tr.Axis("embed", 8), np.linspace(-1.0, 2.0, 8, dtype=np.float32)
+    steps = lambda x: tr.arange(axis, step=x.min(), dtype=jnp.float32)
+    ours = lambda x: tr.linspace(axis, start=x.mean(), stop=x.max()) * steps(x) * x
+    plain = lambda x: jnp.linspace(x.mean(), x.max(), 8) * jnp.arange(8.0) * x.min() * x
+    expected = jax.grad(lambda x: jnp.sin(plain(x)).sum())(x)
+    np.testing.assert_allclose(tr.grad(lambda x: tr.sin(ours(x)).sum())(tr.named(x, axis)), expected, rtol=1e-5)
+    with tr.Layout(tr.make_mesh(data=8), compute={"embed": "data"}):
+        sliced = tr.shard(tr.named(x, axis), "compute")
+        np.testing.assert_allclose(ours(sliced), plain(x), rtol=1e-5, atol=1e-6)
+        found = tr.named_jit(tr.grad(lambda x: tr.sin(ours(x)).sum()))(sliced)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [[1, 2], np.ones(2), "1", None])
+def test_what_takes_one_number_refuses_others(value):
+    axis = tr.Axis("embed", 2)
+    for make in (
+        lambda: tr.full({"embed": 2}, value),
+        lambda: tr.linspace(axis, stop=value),
+        lambda: tr.arange(axis, start=value),
+        lambda: tr.arange(axis, step=value),
+    ):
+        with pytest.raises(tr.NamesError, match=r"(full|linspace|arange) takes single numbers, got (value|st\w+)="):
+            make()

@@ -39,16 +39,29 @@ def _make(fn: Callable, axes: Axes, what: str) -> NamedArray:
     return NamedArray(fn(sizes, layout_spec(names, sizes)), names)
 
 
+def _numbers(what: str, fix: str, **given) -> list:
+    """Single numbers, of which some may be named arrays without names.
+
+    Raises:
+        NamesError: one has dimensions, or is no number.
+    """
+    for word, value in given.items():
+        if value is None or isinstance(value, str) or np.ndim(value):
+            raise NamesError(f"{what} takes single numbers, got {word}={shown(value)}, in {what}: {fix}")
+    return [v.array if isinstance(v, NamedArray) else v for v in given.values()]
+
+
 def full(axes: Axes, value, dtype=None) -> NamedArray:
     """An array of one value: `full({"batch": 4, "embed": 8}, 1.0)`.
 
     Names: the given ones.
     Gradient: that of `value` is the sum of the elements'; an all-reduce where the array is sliced.
     Moves: nothing; each device makes its own slice.
+
+    Raises:
+        NamesError: `value` is not a single number.
     """
-    if getattr(value, "ndim", 0):
-        raise NamesError(f"full takes a single value, got one of shape {value.shape}, in full: use broadcast_to")
-    value = value.array if isinstance(value, NamedArray) else value
+    (value,) = _numbers("full", "use broadcast_to", value=value)
 
     def make(shape, spec):
         x = jnp.asarray(value, dtype)
@@ -79,6 +92,9 @@ def ones(axes: Axes, dtype=jnp.float32) -> NamedArray:
     return _make(lambda shape, spec: _constant(1, dtype, shape, spec), axes, "ones")
 
 
+_FOR_EACH = "take one of them, or map over a name with vmap"
+
+
 def _constant(value, dtype, shape, spec):
     return jax.lax.broadcast_in_dim(jnp.asarray(value, dtype), shape, (), out_sharding=spec)
 
@@ -98,9 +114,10 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
     Moves: nothing; each device makes its own slice.
 
     Raises:
-        NamesError: `start` or `step` is a float, and `dtype` one of whole numbers.
+        NamesError: `start` or `step` is not a single number, or is a float while `dtype` is one of whole numbers.
     """
     axis = _one_axis(axis, "arange")
+    start, step = _numbers("arange", _FOR_EACH, start=start, step=step)
     refuse_cut((axis.name,), "arange")
     slices = slices_dealt(axis.name, axis.size, "arange")
 
@@ -109,9 +126,8 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
         return places_dealt(places, slices, axis.size).astype(dtype) if slices else places
 
     values = _make(iota, axis, "arange")
-    if isinstance(start, int) and start == 0 and step == 1:
+    if isinstance(start, int) and isinstance(step, int) and (start, step) == (0, 1):
         return values
-    start, step = (v.array if isinstance(v, NamedArray) else v for v in (start, step))
     if jnp.issubdtype(dtype, jnp.integer) and not jnp.issubdtype(jnp.result_type(start, step), jnp.integer):
         raise NamesError(
             f"a range of whole numbers needs a whole start and step, got start={shown(start)} and step={shown(step)} "
@@ -126,9 +142,13 @@ def linspace(axis: Axis, *, start=0.0, stop=1.0, dtype=jnp.float32) -> NamedArra
     Names: that of `axis`.
     Gradient: those of `start` and `stop` are sums over the elements'; an all-gather where the axis is sliced.
     Moves: nothing; each device makes its own slice.
+
+    Raises:
+        NamesError: `start` or `stop` is not a single number.
     """
     axis = _one_axis(axis, "linspace")
     refuse_cut((axis.name,), "linspace")
+    start, stop = _numbers("linspace", _FOR_EACH, start=start, stop=stop)
     spec = layout_spec((axis.name,), (axis.size,))
     values = jnp.linspace(start, stop, axis.size, dtype=dtype)
     if slices := slices_dealt(axis.name, axis.size, "linspace"):
