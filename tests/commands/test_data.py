@@ -239,3 +239,13 @@ def test_a_run_whose_chats_have_no_answer_is_refused_and_tokenizers_are_compared
     assert "A store must have tokens that count in the loss.\n  seen:  42 tokens, none of" in capsys.readouterr().err
     assert main([*run, str(tmp_path / "text"), "--data.source.validation", str(tmp_path / "bpe")]) == 2
     assert "A run's data and its model must use the same tokenizer." in capsys.readouterr().err
+
+
+def test_a_split_is_of_one_format(tmp_path, corpus, capsys):
+    out = str(tmp_path / "store")
+    assert main(["tokenize", corpus, "--out", out, "--bytes", "--workers", "0", "--quiet"]) == 0
+    words = ["data", "convert", out, str(tmp_path / "other"), "--split", "validation"]
+    assert main([*words, "--to", "levanter"]) == 2
+    assert "  seen:  --split validation --to levanter: it has no effect" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+    assert main([*words, "--to", "seqax"]) == 0 and (tmp_path / "other" / "validation").is_dir()

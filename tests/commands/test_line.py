@@ -202,6 +202,23 @@ def test_options_and_overrides_are_told_apart():
     assert overrides == {"mesh.data": "-1", "data.mask_documents": "true", "steps": "3"}
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("compare runs/a runs/b --page", "--page"),
+        ("export runs/a --to", "--to"),
+        ("import folder --to", "--to"),
+        ("plan tiny --page", "--page"),
+        ("tokenize texts --bytes --out", "--out"),
+        ("data convert store --to seqax", "out"),
+    ],
+)
+def test_what_to_write_has_a_name(command, option, capsys):
+    code, out, err = run(capsys, *command.split(), "")
+    assert (code, out) == (2, "") and "  seen:  argument " in err
+    assert f"{option}: it needs a name, and has no letter" in err.replace("OUT", "out")
+
+
 def test_exit_codes(monkeypatch, capsys):
     class Stopped(UserError):
         exit_code = 3

@@ -64,6 +64,13 @@ def whole(least: int | None = None, most: int = 2**31 - 1) -> Callable[[str], in
     return parse
 
 
+def some_path(text: str) -> str:
+    """The type of an argument that names what to write: an empty text would stand for the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it needs a name, and has no letter")
+    return text
+
+
 def check_counts(args: argparse.Namespace, *names: str) -> None:
     """Refuses options, by name, that count something and are below 1. None is not a value."""
     for name in names:

@@ -3,14 +3,18 @@
 import argparse
 from pathlib import Path
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, some_path
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis compare`."""
     parser.add_argument("folders", metavar="RUN", nargs="+", help="the runs' folders")
     parser.add_argument(
-        "--page", metavar="FILE.html", default="compare.html", help="the page to write (default: compare.html)"
+        "--page",
+        type=some_path,
+        metavar="FILE.html",
+        default="compare.html",
+        help="the page to write (default: compare.html)",
     )
 
 

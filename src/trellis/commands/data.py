@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 
-from trellis.commands.command import Command, whole
+from trellis.commands.command import Command, some_path, whole
 from trellis.errors import UserError
 
 
@@ -32,9 +32,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         description="Write a store in another project's format.",
     )
     convert.add_argument("store", metavar="STORE")
-    convert.add_argument("out", metavar="OUT")
+    convert.add_argument("out", type=some_path, metavar="OUT")
     convert.add_argument("--to", required=True, choices=("seqax", "nanogpt", "megatron", "levanter"))
-    convert.add_argument("--split", default="train", help="seqax: the group inside OUT (default: train)")
+    convert.add_argument("--split", help="seqax: the group inside OUT (default: train)")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -45,7 +45,11 @@ def execute(args: argparse.Namespace) -> int:
         return _verify(args.store)
     from trellis.data.store.opening import convert, open_store
 
-    convert(open_store(args.store), args.out, to=args.to, split=args.split)
+    if args.split is not None and args.to != "seqax":
+        rule = "Only seqax's format has groups inside OUT."
+        seen = f"--split {args.split} --to {args.to}: it has no effect"
+        raise UserError(rule, seen=seen, where="--split", fix="use --to seqax, or leave it out")
+    convert(open_store(args.store), args.out, to=args.to, split="train" if args.split is None else args.split)
     print(f"{args.out}: written")
     return 0
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trellis.commands.command import Command, whole
+from trellis.commands.command import Command, some_path, whole
 from trellis.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     from trellis.hub.folder import DTYPE_NAMES
 
     parser.add_argument("folder", metavar="RUN", help="the run's folder")
-    parser.add_argument("--to", required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument("--to", type=some_path, required=True, metavar="DIR", help="the folder to write")
     parser.add_argument(
         "--dtype", choices=tuple(DTYPE_NAMES), default="bfloat16", help="the dtype of the weights (default: bfloat16)"
     )

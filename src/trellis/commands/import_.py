@@ -7,14 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, some_path
 from trellis.errors import UserError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis import`."""
     parser.add_argument("source", metavar="DIR", help="the folder, as `save_pretrained` writes it")
-    parser.add_argument("--to", metavar="RUN", help="the run's folder (default: runs/NAME-DATE)")
+    parser.add_argument("--to", type=some_path, metavar="RUN", help="the run's folder (default: runs/NAME-DATE)")
 
 
 def execute(args: argparse.Namespace) -> int:

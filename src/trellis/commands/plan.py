@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trellis.commands.command import Command, whole, with_options
+from trellis.commands.command import Command, some_path, whole, with_options
 from trellis.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the format of the built-in table")
     parser.add_argument(
         "--page",
+        type=some_path,
         metavar="FILE.html",
         nargs="?",
         const="plan.html",

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from trellis.commands.command import Command, whole
+from trellis.commands.command import Command, some_path, whole
 from trellis.errors import UserError
 from trellis.files import check_utf8
 
@@ -19,7 +19,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="files, folders or patterns, local or s3://, gs://, hf://, https://; or "
         "dataset:NAME[@SPLIT], a Hugging Face dataset",
     )
-    parser.add_argument("--out", required=True, metavar="STORE", help="the store's folder, local or a URL")
+    parser.add_argument(
+        "--out", type=some_path, required=True, metavar="STORE", help="the store's folder, local or a URL"
+    )
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--train-bpe", type=whole(), metavar="N", help="train a byte-level BPE of N tokens first")
     kind.add_argument("--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder or repository with one")
