@@ -24,7 +24,7 @@ from trellis.nn.linear import Linear
 from trellis.nn.loss import LossError, TokenLoss, cross_entropy, linear_cross_entropy, next_token_loss, tied
 from trellis.nn.norm import LayerNorm, RMSNorm
 from trellis.nn.parameters import Bias, Parameter, Role, Scale, Table, Weight, parameters
-from trellis.nn.precision import Precision
+from trellis.nn.precision import Precision, in_one_type, in_type_of
 from trellis.nn.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -64,6 +64,8 @@ __all__ = [
     "dot_product_attention",
     "frequencies",
     "geglu",
+    "in_one_type",
+    "in_type_of",
     "linear_cross_entropy",
     "moe",
     "next_token_loss",

@@ -1,11 +1,13 @@
-"""Norms. They compute in float32 and return their input's dtype."""
+"""Norms. They compute in float32, scale in the wider of their input's type and the scale's, and return the input's."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 
 from trellis.named import Axis, NamedArray, rsqrt
 from trellis.nn.initializers import constant
 from trellis.nn.parameters import Bias, Scale
+from trellis.nn.precision import in_type, type_of_all
 
 
 class RMSNorm(eqx.Module):
@@ -25,10 +27,11 @@ class RMSNorm(eqx.Module):
         return RMSNorm(constant(axes, 1.0 - center), eps, center)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        wide = x.astype(jnp.float32)
+        wide = in_type(x, jnp.float32)
         wide = wide * rsqrt((wide * wide).mean(self.scale.names) + self.eps)
         scale = self.scale.astype(jnp.float32) + self.center if self.center else self.scale
-        return wide.astype(x.dtype) * scale.astype(x.dtype)
+        own = _type_of_scaling(x.array, self.scale.array)
+        return in_type(in_type(wide, own) * in_type(scale, own), x.array.dtype)
 
 
 class LayerNorm(eqx.Module):
@@ -44,8 +47,17 @@ class LayerNorm(eqx.Module):
         return LayerNorm(constant(axes, 1.0), constant(axes, 0.0) if bias else None, eps)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        wide = x.astype(jnp.float32)
+        wide = in_type(x, jnp.float32)
         wide = wide - wide.mean(self.scale.names)
         wide = wide * rsqrt((wide * wide).mean(self.scale.names) + self.eps)
-        out = wide.astype(x.dtype) * self.scale.astype(x.dtype)
-        return out if self.bias is None else out + self.bias.astype(x.dtype)
+        own = _type_of_scaling(x.array, self.scale.array, *(() if self.bias is None else (self.bias.array,)))
+        out = in_type(wide, own) * in_type(self.scale, own)
+        return in_type(out if self.bias is None else out + in_type(self.bias, own), x.array.dtype)
+
+
+def _type_of_scaling(x: jax.Array, *factors: jax.Array) -> jnp.dtype:
+    """The widest type, so that a scale in float32 scales in float32."""
+    kinds = {x.dtype}
+    for factor in factors:
+        kinds.add(factor.dtype)
+    return kinds.pop() if len(kinds) == 1 else type_of_all(*kinds)

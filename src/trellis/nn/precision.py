@@ -1,6 +1,7 @@
 """The types in which a model is kept and computes."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from trellis.choices import check_choices
 from trellis.errors import UserError
 from trellis.frozen import FrozenMap
-from trellis.named import Narrow, is_named, random
+from trellis.named import NamedArray, Narrow, is_named, random
 from trellis.nn.parameters import COUNTING, Parameter, Role, parameters
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -46,7 +47,8 @@ class Precision:
     whether rounding is at fault."""
     exceptions: Mapping[str, DType] = dataclasses.field(default_factory=FrozenMap)
     """What is computed in another type: a part of a parameter's name or one of its axes, and the type, as in norm:
-    float32. Name parts that are sensitive, such as a router."""
+    float32. A layer's result is in the type of what it is given, which is that of the table of tokens. Name parts that
+    are sensitive, such as a router."""
 
     products: Mapping[str, ProductKind] = dataclasses.field(default_factory=FrozenMap)
     """Products in eight or four bits: a part of a weight's name or one of its axes (mlp, heads, experts; vocab for the
@@ -130,6 +132,43 @@ class Precision:
         leaves, structure = jax.tree.flatten(model, is_leaf=is_named)
         marked = [Narrow(x, kind) if kind and is_named(x) else x for x, kind in zip(leaves, kinds, strict=True)]
         return jax.tree.unflatten(structure, marked)
+
+
+def in_one_type(*arrays: Any) -> tuple[Any, ...]:
+    """Named arrays, narrow weights among them, in the smallest type that holds the numbers of all.
+
+    Weights that are used together may have several types, by the `exceptions` of a `Precision`.
+
+    >>> x, w = in_one_type(tr.ones({"embed": 2}).astype("bfloat16"), tr.ones({"embed": 2}))
+    >>> tr.typeof(x)
+    'f32[embed=2]'
+    """
+    kinds = set()
+    for x in arrays:
+        kinds.add((x.weight if isinstance(x, Narrow) else x).array.dtype)
+    if len(kinds) == 1:  # as nearly always
+        return arrays
+    wide = type_of_all(*kinds)
+    return tuple(
+        dataclasses.replace(x, weight=x.weight.astype(wide)) if isinstance(x, Narrow) else x.astype(wide)
+        for x in arrays
+    )
+
+
+def in_type_of(made: NamedArray, given: NamedArray) -> NamedArray:
+    """What a part of a layer makes, in the type of what it was given."""
+    return in_type(made, given.array.dtype)
+
+
+def in_type(x: NamedArray, dtype: Any) -> NamedArray:
+    """`x.astype(dtype)`, which costs nothing while tracing if it has this type."""
+    return x if x.array.dtype == dtype else x.astype(dtype)
+
+
+def type_of_all(*dtypes: Any) -> Any:
+    """The smallest type that holds the numbers of all of these."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)
 
 
 def unembedding_of(model: Any) -> Parameter:

@@ -38,7 +38,19 @@ from trellis.models import fields
 from trellis.models.llama import GatedMlp, Llama
 from trellis.models.mixtral import Block, Mixtral
 from trellis.models.protocol import Output
-from trellis.nn import RMSNorm, Table, Weight, YarnScaling, attend, normal, rotary_tables, rotate, weight
+from trellis.nn import (
+    RMSNorm,
+    Table,
+    Weight,
+    YarnScaling,
+    attend,
+    in_one_type,
+    in_type_of,
+    normal,
+    rotary_tables,
+    rotate,
+    weight,
+)
 from trellis.nn.moe import Routing, check_count
 
 # Added under the root in the norms of latents, whatever `norm_eps` is.
@@ -190,14 +202,16 @@ class Attention(eqx.Module):
             self.kv_norm(kv), self.kv_up,
         )  # fmt: skip
         plain, v = split(kv, "head_dim", [nope_dim, kv.shape["head_dim"] - nope_dim])
+        plain, shared = in_one_type(plain, shared)
         shared = rotate(shared.rename(kv_latent="head_dim"), rope, pairs=True)
         of_heads = [axis.resize(rope_dim) if axis.name == "head_dim" else axis for axis in plain.axes]
         k = save(concatenate([plain, broadcast_to(shared, of_heads)], "head_dim"), "key")
         v = save(v.rename(head_dim="value_dim"), "value")
 
-        k, v = k.rename(pos="key_pos"), v.rename(pos="key_pos")
+        q, k, v = in_one_type(q, k.rename(pos="key_pos"), v.rename(pos="key_pos"))
         out = attention(q, k, v, segment_ids=segment_ids, scale=self.scale, save_name="attention")
-        return einsum("batch pos heads value_dim, heads value_dim embed -> batch pos embed", out, self.out)
+        out = einsum("batch pos heads value_dim, heads value_dim embed -> batch pos embed", out, self.out)
+        return in_type_of(out, x)
 
     def _started(self, x: NamedArray) -> tuple[NamedArray, NamedArray]:
         """Queries, and the latent of keys and values."""

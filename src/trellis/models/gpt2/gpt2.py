@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from trellis import Axis, NamedArray, Stacked, UserError, arange, einsum, gelu, random, save, take, unbind
 from trellis.models import fields
 from trellis.models.protocol import Output
-from trellis.nn import Bias, Dropout, LayerNorm, Table, Weight, attend, constant, normal
+from trellis.nn import Bias, Dropout, LayerNorm, Table, Weight, attend, constant, in_type_of, normal
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +105,8 @@ class Attention(eqx.Module):
         if number is not None:
             q = q / number.astype(q.dtype)
         out = attention(q, k, v, segment_ids=segment_ids, upcast=self.upcast, save_name="attention")
-        return (
-            einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out) + self.out_bias
-        )
+        out = einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out) + self.out_bias
+        return in_type_of(out, x)
 
 
 class Mlp(eqx.Module):
@@ -131,7 +130,8 @@ class Mlp(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         up = save(einsum("batch pos embed, embed mlp -> batch pos mlp", x, self.up) + self.up_bias, "mlp_up")
-        return einsum("batch pos mlp, mlp embed -> batch pos embed", gelu(up), self.down) + self.down_bias
+        out = einsum("batch pos mlp, mlp embed -> batch pos embed", gelu(up), self.down) + self.down_bias
+        return in_type_of(out, x)
 
 
 class Block(eqx.Module):

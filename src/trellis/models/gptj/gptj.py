@@ -18,7 +18,20 @@ import jax
 from trellis import Axis, NamedArray, Stacked, UserError, arange, dot_each, einsum, gelu, save, settle, take
 from trellis.models import fields
 from trellis.models.protocol import Output
-from trellis.nn import Bias, LayerNorm, Table, Weight, attend, constant, normal, rotary_tables, rotate, weight
+from trellis.nn import (
+    Bias,
+    LayerNorm,
+    Table,
+    Weight,
+    attend,
+    constant,
+    in_one_type,
+    in_type_of,
+    normal,
+    rotary_tables,
+    rotate,
+    weight,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +103,7 @@ class Attention(eqx.Module):
 
     def __call__(self, q: NamedArray, k, v, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
         """`q`, `k` and `v`: `"batch pos heads head_dim"`, the products of the stream with these weights."""
+        q, k, v = in_one_type(q, k, v)
         q, k = save(rotate(q, rope, pairs=True), "query"), save(rotate(k, rope, pairs=True), "key")
         k, v = (y.rename(pos="key_pos", heads="kv_heads") for y in (k, save(v, "value")))
         out = attention(q, k, v, segment_ids=segment_ids, save_name="attention")
@@ -142,7 +156,7 @@ class Block(eqx.Module):
         heads = self.attention
         q, k, v, up = dot_each(self.norm(x), (heads.q, heads.k, heads.v, self.mlp.up), over="embed")
         attended = heads(q, k, v, rope, segment_ids, attention)
-        return x + _sum(attended, self.mlp(up)) + self.down_bias
+        return x + in_type_of(_sum(*in_one_type(attended, self.mlp(up))), x) + in_type_of(self.down_bias, x)
 
 
 def _sum(a: NamedArray, b: NamedArray) -> NamedArray:

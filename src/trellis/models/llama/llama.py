@@ -18,7 +18,21 @@ import jax
 from trellis import Axis, NamedArray, Stacked, arange, dot_each, einsum, save, take
 from trellis.models import fields
 from trellis.models.protocol import Output
-from trellis.nn import Bias, RMSNorm, Table, Weight, attend, constant, normal, rotary_tables, rotate, swiglu, weight
+from trellis.nn import (
+    Bias,
+    RMSNorm,
+    Table,
+    Weight,
+    attend,
+    constant,
+    in_one_type,
+    in_type_of,
+    normal,
+    rotary_tables,
+    rotate,
+    swiglu,
+    weight,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +113,14 @@ class Attention(eqx.Module):
             q, k, v = q + self.q_bias, k + self.k_bias, v + self.v_bias
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = in_one_type(q, k, v)
         q, k, v = save(rotate(q, rope), "query"), save(rotate(k, rope), "key"), save(v, "value")
         k, v = k.rename(pos="key_pos"), v.rename(pos="key_pos")
         seen = {"window": self.window, "sinks": self.sinks, "scale": self.scale}
         out = attention(q, k, v, segment_ids=segment_ids, save_name="attention", **seen)
         out = einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out)
-        return out if self.out_bias is None else out + self.out_bias
+        out = out if self.out_bias is None else out + self.out_bias
+        return in_type_of(out, x)
 
     def with_biases(self, *, out: bool) -> "Attention":
         """The attention with biases of queries, keys and values, and of what it gives the stream if `out`."""
@@ -134,8 +150,8 @@ class GatedMlp(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         gate, up = dot_each(x, (self.gate, self.up), over="embed")  # "batch pos mlp"
-        gate, up = save(gate, "mlp_gate"), save(up, "mlp_up")
-        return einsum("batch pos mlp, mlp embed -> batch pos embed", self.gated(gate, up), self.down)
+        gate, up = in_one_type(save(gate, "mlp_gate"), save(up, "mlp_up"))
+        return in_type_of(einsum("batch pos mlp, mlp embed -> batch pos embed", self.gated(gate, up), self.down), x)
 
 
 class Block(eqx.Module):

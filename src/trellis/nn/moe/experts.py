@@ -14,6 +14,7 @@ from trellis.nn.moe.measures import Routed, measure_each
 from trellis.nn.moe.mixing import Biases, mix_each
 from trellis.nn.moe.routing import PLAIN, Choices, choose, limit, score
 from trellis.nn.parameters import Bias, Weight
+from trellis.nn.precision import in_one_type, in_type_of
 
 
 class Shared(eqx.Module):
@@ -41,8 +42,9 @@ class Shared(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         gate, up = dot_each(x, (self.gate, self.up), over="embed")  # "batch pos mlp"
-        hidden = swiglu(save(gate, "mlp_gate"), save(up, "mlp_up"))
-        return einsum("batch pos mlp, mlp embed -> batch pos embed", hidden, self.down)
+        hidden = swiglu(*in_one_type(save(gate, "mlp_gate"), save(up, "mlp_up")))
+        out = einsum("batch pos mlp, mlp embed -> batch pos embed", hidden, self.down)
+        return in_type_of(out, x)
 
 
 class Experts(eqx.Module):
@@ -171,10 +173,14 @@ class Experts(eqx.Module):
         return scores if self.router_bias is None else scores + self.router_bias.astype(jnp.float32)
 
     def _mixed(self, given: list[tuple[NamedArray, Choices]]) -> list[NamedArray]:
-        routing = self.routing
+        routing, streams = self.routing, [x for x, _ in given]
         if routing.capacity is not None:
             given = [(x, limit(choices, self.router.shape["routes"], routing.capacity)) for x, choices in given]
-        products = self.gate, self.up, self.down
-        own = dict(biases=self.biases, gated=self.gated, groups=(routing.groups, routing.groups_per_token))
-        made = mix_each(given, *products, **own, way=routing.way, slack=routing.slack, dispatch=routing.dispatch)
-        return made if self.shared is None else [out + self.shared(x) for out, (x, _) in zip(made, given, strict=True)]
+        added = () if self.biases is None else (self.biases.gate, self.biases.up, self.biases.down)
+        gate, up, down, *rest = in_one_type(self.gate, self.up, self.down, *added, *streams)
+        biases, rows = Biases(*rest[: len(added)]) if added else None, rest[len(added) :]
+        given = [(x, choices) for x, (_, choices) in zip(rows, given, strict=True)]
+        own = dict(biases=biases, gated=self.gated, groups=(routing.groups, routing.groups_per_token))
+        made = mix_each(given, gate, up, down, **own, way=routing.way, slack=routing.slack, dispatch=routing.dispatch)
+        made = [in_type_of(out, x) for out, x in zip(made, streams, strict=True)]
+        return made if self.shared is None else [out + self.shared(x) for out, x in zip(made, streams, strict=True)]
