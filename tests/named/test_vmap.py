@@ -392,3 +392,17 @@ def test_a_table_that_a_map_in_a_map_closes_over_is_gathered_as_the_ledger_says(
         compiled = program.lower(*placed).compile()
         said = str(structure_of(tr.ledger(program, *placed), compiled, layout.mesh))
     assert "besides" not in said and "missing" not in said, said
+
+
+def test_rows_are_stacked_with_what_is_the_same_for_all():
+    x, same = tr.random.normal(jax.random.key(0), {"b": 8, "e": 4}), tr.random.normal(jax.random.key(1), {"e": 4})
+    both = lambda same, x: tr.vmap(lambda r: tr.stack([same, r, tr.ones({"e": 4})], "z"), "b")(x)
+    loss = lambda same, x: tr.sin(both(same, x)).sum()
+    expected, slope = both(same, x), tr.grad(loss)(same, x)
+    for params in ({}, {"e": "data"}):
+        with tr.Layout(tr.make_mesh(data=4, model=2), params, {"b": "data", "e": "model"}):
+            placed = tr.shard(same), tr.shard(x, "compute")
+            np.testing.assert_array_equal(tr.named_jit(both)(*placed), expected)
+            np.testing.assert_allclose(tr.named_jit(tr.grad(loss))(*placed), slope, rtol=1e-6)
+    keys = tr.stack([tr.random.split(jax.random.key(0), "b", 2)] * 2, "z")
+    assert tr.typeof(keys) == "key[z=2 b=2]"

@@ -136,7 +136,9 @@ def stack(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
         )
     refuse_dealt((name,), "stack", arrays[0])
     plain, names, slices = _joined(name, arrays, "stack", False)
-    return to_layout(NamedArray(jnp.stack(plain), (name, *names), ((), *slices) if slices else ()))
+    # JAX 0.10.2 to 0.12.0 map `jnp.stack` of what is mapped over slices and what is not as if all were whole.
+    stacked = jnp.concatenate([jnp.expand_dims(x, 0) for x in plain])
+    return to_layout(NamedArray(stacked, (name, *names), ((), *slices) if slices else ()))
 
 
 def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> NamedArray:
