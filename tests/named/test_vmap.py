@@ -406,3 +406,19 @@ def test_rows_are_stacked_with_what_is_the_same_for_all():
             np.testing.assert_allclose(tr.named_jit(tr.grad(loss))(*placed), slope, rtol=1e-6)
     keys = tr.stack([tr.random.split(jax.random.key(0), "b", 2)] * 2, "z")
     assert tr.typeof(keys) == "key[z=2 b=2]"
+
+
+def test_the_gradient_of_what_an_update_reads_from_outside_is_summed_on_each_device_first():
+    """It was summed over devices for each row by itself: as many times the bytes as a device has rows."""
+    layout = tr.Layout(tr.make_mesh(data=4, model=2), {"v": "model"}, {"b": "data", "p": "model"})
+    each = lambda t, ids: tr.vmap(lambda i: t.at["v", i].add(1.0).max("v"), "b")(ids)
+    loss = lambda t, ids: tr.sin(each(t, ids)).sum()
+    table, ids = tr.random.normal(jax.random.key(0), {"v": 6, "e": 4}), tr.arange(tr.Axis("p", 4))
+    ids = tr.broadcast_to(ids, {"b": 12, "p": 4})
+    expected = tr.grad(loss)(table, ids)
+    with layout:
+        placed = tr.shard(table), tr.shard(ids, "compute")
+        step = tr.named_jit(tr.grad(loss))
+        np.testing.assert_allclose(step(*placed), expected, rtol=1e-5, atol=1e-6)
+        said = str(structure_of(tr.ledger(step, *placed), step.lower(*placed).compile(), layout.mesh))
+    assert "besides" not in said and "missing" not in said, said

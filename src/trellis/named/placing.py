@@ -144,6 +144,13 @@ def of_each_device(x: NamedArray) -> NamedArray:
     return _on_each_device(move(x, kept, frozenset()), axes)
 
 
+def kept_by_each_device(x: NamedArray) -> NamedArray:
+    """Inside a mapped program, a whole value as each device's own. Beside each row's values, in an operation that takes
+    no copies, the gradient of one from outside is so summed on each device first, and then over devices."""
+    axes = _mapped(current_layout(), x)
+    return _on_each_device(x, axes) if axes else x
+
+
 def bring_to_product(x: NamedArray, where: Assignment | None, other: NamedArray) -> NamedArray:
     """An operand as a product wants it; inside a mapped program, also beside a parameter from outside.
 

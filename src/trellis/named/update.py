@@ -14,7 +14,7 @@ from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.index import index
 from trellis.named.operand import check_contained, check_sizes, on_one_mesh, operand, refuse_others, union
-from trellis.named.placing import from_slices, own_mesh, to_layout, transpose_array, whole, widen
+from trellis.named.placing import from_slices, kept_by_each_device, own_mesh, to_layout, transpose_array, whole, widen
 from trellis.named.selection import on_mesh, selection
 from trellis.notation import TypeMismatch, spec_of, typeof
 from trellis.notation.state import state_of
@@ -112,6 +112,7 @@ class Place:
         # an update has been wrong: so it runs on whole arrays.
         mapped = layout is not None and layout.mapped
         x = _one_piece(whole(x, x.names if mapped else updated, what, by_order=updated), updated)
+        x = kept_by_each_device(x)
         return to_layout(_one_piece(_Update(x, arrays, numbers, slices, what).run(method, value), updated))
 
 
