@@ -181,3 +181,16 @@ def test_factors_at_places_that_may_be_met_twice_have_no_derivative(method):
     update(tr.ones({"w": 4}))
     with pytest.raises(tr.NamesError, match=rf"got {method} of f32\[w=4\] at .*, in at\[\.\.\.\]\.{method}: read x"):
         jax.grad(lambda x: update(x).sum().array)(tr.ones({"w": 4}))
+
+
+def test_windows_of_sizes_that_mesh_axes_do_not_divide_compile_in_auto_mode():
+    values = np.arange(8 * 8, dtype=np.float32).reshape(8, 8)
+    parts = lambda x: [tr.pad(x["w", : 8 - i], {"w": (i, 0)}) for i in (1, 2)]
+    joined = lambda x: [tr.concatenate((tr.zeros({"b": 8, "w": i}), x["w", : 8 - i]), "w") for i in (1, 2)]
+    backward = lambda x: [tr.concatenate((x["w", 7:i:-1], tr.zeros({"b": 8, "w": i + 1})), "w") for i in (0, 1)]
+    for fn in (parts, joined, backward):
+        loss = lambda x, fn=fn: sum((i + 1) * (y**2.0).sum() for i, y in enumerate(fn(x)))
+        expected = tr.value_and_grad(loss)(tr.named(values, "b w"))
+        with tr.Layout(tr.make_mesh(data=2, model=4, axis_type="auto"), compute={"b": "data", "w": "model"}):
+            found = tr.named_jit(tr.value_and_grad(loss))(tr.from_numpy(values, "b w"))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)

@@ -1,12 +1,14 @@
 """Indexing and lookups by name."""
 
 import contextlib
+import math
 
 import jax
 import jax.numpy as jnp
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.take import take_plain
+from trellis.mesh.reshard import place
 from trellis.named.arguments import has_keys
 from trellis.named.array import NamedArray
 from trellis.named.axis import Name
@@ -47,7 +49,7 @@ def index(x: NamedArray, key) -> NamedArray:
             with contextlib.suppress(NotImplementedError):  # JAX maps over nothing that begins a pending sum
                 x = row(x, name, value)
                 del still[name]
-    x = whole(x, tuple(still), "indexing")
+    x = _before_uneven_slices(whole(x, tuple(still), "indexing"), still)
     for name, value in still.items():
         x = _static(x, name, value)
     arrays = {n: v for n, v in found.items() if isinstance(v, NamedArray)}
@@ -65,6 +67,23 @@ def _in_slices(x: NamedArray, name: str) -> bool:
     if state.mode != "explicit" or state.copied or (layout is not None and layout.mapped):
         return False
     return has_zero(x) and x.dtype != jnp.bool_ and bool(state.axes[x.index(name)])
+
+
+def _before_uneven_slices(x: NamedArray, selected: dict[str, int | slice]) -> NamedArray:
+    """In auto mode, the array whole along names of which slices are taken whose sizes mesh axes do not divide.
+
+    XLA's partitioner takes two such slices of one array for equal if they are as large on a device, and refuses its own
+    program (JAX 0.10.2).
+    """
+    layout = current_layout()
+    if layout is None or state_of(x.array).mode != "auto":
+        return x
+    axes = dict(zip(x.names, layout.assign(x.names), strict=True))
+    sizes = {n: len(range(v.start, v.stop, v.step)) for n, v in selected.items() if isinstance(v, slice)}
+    uneven = [n for n, size in sizes.items() if size % math.prod(layout.mesh.shape[a] for a in axes[n])]
+    if not uneven:
+        return x
+    return x.with_array(place(x.array, tuple(() if n in uneven else axes[n] for n in x.names), names=x.names))
 
 
 def _static(x: NamedArray, name: str, value: int | slice) -> NamedArray:
