@@ -51,7 +51,7 @@ def to_hub(config, positions: int) -> dict:
             positions = round(s.factor * s.original_context)
             if s.mscale_all_dim:
                 rope |= {"mscale": s.mscale, "mscale_all_dim": s.mscale_all_dim}
-            else:
+            if not (s.mscale and s.mscale_all_dim):  # transformers takes a zero for a number that is not given
                 rope["attention_factor"] = s.magnitude
     return {
         "vocab_size": config.vocab,
