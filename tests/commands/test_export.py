@@ -188,6 +188,10 @@ def test_refusals(run_folder, tmp_path, capsys):
     )
     there = refused(capsys, "import", str(tmp_path / "hf"), "--data.tokenizer", "other")
     assert "An imported model must use the tokenizer of its folder." in there and "seen:  other, beside" in there
+    assert "fix:   leave it out" in there
+    (tmp_path / "recipe.yaml").write_text("base: tiny\ndata: {tokenizer: other}")  # as in an imported run's folder
+    there = refused(capsys, "import", str(tmp_path / "recipe.yaml"), str(tmp_path / "hf"))
+    assert "seen:  other, beside" in there and "fix:   use --data.tokenizer null" in there
 
 
 def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, capsys):

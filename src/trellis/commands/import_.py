@@ -98,6 +98,7 @@ def _check_options(args: argparse.Namespace, whole: bool) -> None:
         raise UserError(rule, seen=f"{args.source}: it has no effect", where=f"--{name}", fix=fix)
     if whole and (other := args.run.data.tokenizer) is not None:
         rule = "An imported model must use the tokenizer of its folder."
+        fix = fix if "data.tokenizer" in args.given else "use --data.tokenizer null"  # the recipe names it
         raise UserError(rule, seen=f"{other}, beside {args.source}/tokenizer.json", where="data.tokenizer", fix=fix)
 
 
