@@ -234,7 +234,7 @@ def test_how_scores_grow_by_yarn(more, magnitude, part):
 
 @pytest.mark.parametrize(("mscale", "part", "written"), [(0.0, 1.0, True), (0.7, 1.0, False), (0.7, 0.0, True)])
 def test_a_yarn_without_a_growth_of_its_own_comes_back(mscale, part, written):
-    """To transformers a zero is no number: it would take the growth of YaRN's paper, not one over `mscale_all_dim`'s."""
+    """To transformers a zero is no number: it would take the growth of YaRN's paper, and not divide it."""
     scaling = YarnScaling(factor=4.0, original_context=16, mscale=mscale, mscale_all_dim=part)
     config = dataclasses.replace(CONFIGS["llama"], rope_scaling=scaling)
     hub = FAMILIES["llama"].to_config_json(config, positions=POSITIONS, dtype="float32")
