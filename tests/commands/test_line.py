@@ -197,9 +197,18 @@ def test_options_and_overrides_are_told_apart():
     parser.add_argument("--run-dir")
     parser.add_argument("--quiet", action="store_true")
     arguments = "tiny --mesh.data -1 --run-dir --odd --data.mask-documents --quiet --steps=3 rest".split()
-    mine, overrides = line._split_overrides(parser, arguments)
+    mine, overrides, alone = line._split_overrides(parser, arguments)
     assert mine == ["tiny", "--run-dir", "--odd", "--quiet", "rest"]
     assert overrides == {"mesh.data": "-1", "data.mask_documents": "true", "steps": "3"}
+    assert alone == ["data.mask_documents"]
+
+
+@pytest.mark.parametrize("option", ["name", "steps", "data.tokenizer", "data.source.path", "model.rope-scaling"])
+def test_an_option_has_a_value_unless_it_is_true_or_false(option, capsys):
+    code, out, err = run(capsys, "memory", "tiny", f"--{option}", "--data.mask_documents")
+    name = option.replace("-", "_")
+    assert (code, out) == (2, "") and f"  seen:  nothing after it\n  where: --{name}\n" in err
+    assert "is true or false" not in run(capsys, "memory", "tiny", "--no_such", "--data.mask_documents")[2]
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def _run(name: str, arguments: list[str]) -> int:
     command.arguments(parser)
     overrides: dict[str, str] = {}
     if command.recipe is not None:
-        arguments, overrides = _split_overrides(parser, arguments)
+        arguments, overrides, alone = _split_overrides(parser, arguments)
         if "--help" in arguments or "-h" in arguments:
             print(parser.format_help(), _fields(parser, arguments, overrides), sep="\n")
             return 0
@@ -164,6 +164,7 @@ def _run(name: str, arguments: list[str]) -> int:
         raise UserError(f"`{used.prog}` has no such argument or option.", seen=unknown[0], where=used.prog, fix=fix)
     if command.recipe is not None:
         _refuse_other_names(parser, overrides)
+        _refuse_without_value(alone)
         loaded = _load(args.recipe, overrides, parser.prog)
         args.run, args.given, args.overrides = loaded.run, loaded.given, overrides
         for note in loaded.notes:
@@ -197,10 +198,12 @@ class _Parser(argparse.ArgumentParser):
         return next((a.choices[getattr(args, a.dest)] for a in actions), self)
 
 
-def _split_overrides(parser: _Parser, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The words that the parser knows, and the options that it does not, which are fields of the run."""
+def _split_overrides(parser: _Parser, arguments: list[str]) -> tuple[list[str], dict[str, str], list[str]]:
+    """The words that the parser knows, the options that it does not, which are fields of the run, and those of these
+    that stand alone, which says true."""
     mine: list[str] = []
     overrides: dict[str, str] = {}
+    alone: list[str] = []
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
@@ -213,8 +216,22 @@ def _split_overrides(parser: _Parser, arguments: list[str]) -> tuple[list[str], 
             continue
         if not equals and (not rest or rest[0].startswith("--")):
             text = "true"
+            alone.append(name[2:].replace("-", "_"))
         overrides[name[2:].replace("-", "_")] = text if equals or text else rest.pop(0)
-    return mine, overrides
+    return mine, overrides, alone
+
+
+def _refuse_without_value(alone: list[str]) -> None:
+    """Refuses fields that stand alone on the line, unless they are true or false."""
+    from trellis.run.config import Run
+    from trellis.run.overrides import every_field
+    from trellis.run.schema import members
+
+    fields = dict(every_field(Run)) if alone else {}
+    for name in alone:
+        if name in fields and bool not in members(fields[name].type):
+            rule, fix = "An option must have a value, unless it is true or false.", f"write --{name} VALUE"
+            raise UserError(rule, seen="nothing after it", where=f"--{name}", fix=fix)
 
 
 def _refuse_other_names(parser: _Parser, overrides: dict[str, str]) -> None:
