@@ -348,6 +348,8 @@ X = "f32[batch=2 embed=3]"
         ),
         (lambda x: x.broadcast_to({"batch": 2}), r"got none of 'embed' in 'batch'"),
         (lambda x: list(x), "cannot be iterated by position"),
+        (lambda x: x @ x, f"says what it sums, got {X} @ {X}: write tr.dot"),
+        (lambda x: np.ones((3, 2), np.float32) @ x, rf"says what it sums, got f32\[3 2\] @ {X}: write tr.dot"),
         (lambda x: named(x.array, "batch"), r"got 1 names 'batch' for shape \(2, 3\)"),
         (lambda x: named(x.array, ("a", "a")), "got 'a a': rename the second 'a'"),
     ],

@@ -226,6 +226,18 @@ class NamedArray(Methods):
     def __iter__(self):
         raise TypeMismatch(f"a named array cannot be iterated by position, got {typeof(self)}: use x.unbind(name)")
 
+    def __matmul__(self, other):
+        raise TypeMismatch(
+            f"a product of named arrays says what it sums, got {typeof(self)} @ {typeof(other)}: write "
+            "tr.dot(x, w, over='embed')"
+        )
+
+    def __rmatmul__(self, other):
+        raise TypeMismatch(
+            f"a product of named arrays says what it sums, got {typeof(other)} @ {typeof(self)}: write "
+            "tr.dot(x, w, over='embed')"
+        )
+
     def __reduce__(self):
         dealt = isinstance(self.array, jax.Array) and _dealt_dims(self)
         return NamedArray, (np.asarray(self) if dealt else self.array, self.names, self.slices)
