@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import trellis as tr
 from trellis.mesh.meshes import make_mesh
 from trellis.named.backend import copied_turned, loop_over, product
 from trellis.named.tuned import Tuned, tuned_for
@@ -210,3 +211,13 @@ def test_a_loop_over_parts_is_a_scan_and_nothing_in_it_slices_parts_but_what_com
         np.testing.assert_allclose(seen, expected, rtol=1e-6)
     exponentials = [c for c in run.lower(parts).compile().as_text().split("\n\n") if " exponential(" in c]
     assert exponentials and not any("dynamic-slice(" in computation for computation in exponentials)
+
+
+def test_in_auto_mode_a_result_that_is_sliced_over_a_summed_axis_beside_another_is_whole():
+    """XLA's partitioner (JAX 0.10.2, plain JAX too) left zeros in a part of it."""
+    x, y = (np.random.default_rng(seed).normal(size=(4, 4)).astype(np.float32) for seed in (0, 1))
+    mesh = tr.make_mesh(axis_type="auto", data=2, model=2, context=2)
+    with tr.Layout(mesh, compute={"heads": ("model", "data"), "batch": ("model", "context")}):
+        placed = [tr.shard(tr.named(a, "batch heads"), "compute") for a in (x, y)]
+        found = jax.jit(lambda x, y: tr.dot(x, y, over="heads"))(*placed)
+    np.testing.assert_allclose(found, (x * y).sum(1), rtol=1e-5, atol=1e-6)

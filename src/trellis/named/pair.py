@@ -5,7 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import mark_pending
+from trellis.mesh.reshard import place
 from trellis.named import backend
 from trellis.named.array import NamedArray
 from trellis.named.blocks import named_scales
@@ -71,7 +73,19 @@ class Pair:
             array = jnp.transpose(array, [order.index(n) for n in self.out])
         slices = tuple(where[n] for n in self.out) if where and (x.slices or y.slices) else ()
         result = from_product(NamedArray(array, self.out, slices), self.x, self.y)
-        return to_layout(result) if mode == "auto" else result
+        return to_layout(self.cut_once(result, pending)) if mode == "auto" else result
+
+    def cut_once(self, result: NamedArray, pending: tuple[str, ...]) -> NamedArray:
+        """In auto mode, the result where the product leaves it, if the layout slices a name that is sliced there over a
+        summed mesh axis too: in one step XLA's partitioner (JAX 0.10.2) leaves out a part of the result."""
+        layout = current_layout()
+        if layout is None or not self.where:
+            return result
+        axes = tuple(self.where[n] for n in result.names)
+        wanted = layout.assign(result.names)
+        if not any(mine and set(more) & set(pending) for mine, more in zip(axes, wanted, strict=True)):
+            return result
+        return result.with_array(place(result.array, axes, names=result.names))
 
     def narrow(self, number: int) -> tuple[Rounded, ...]:
         """A factor in its narrow forms, rounded where it is and then moved."""
