@@ -3,7 +3,12 @@
 import dataclasses
 import re
 
+import jax
+import jax.numpy as jnp
+
+import trellis as tr
 from tests.inspect.test_structure import PROGRAM, ROWS, found
+from trellis.inspect import ledger, structure_of
 
 
 def sums(*shapes):
@@ -47,3 +52,25 @@ def test_two_gathers_may_be_one_if_an_equal_one_does_the_first_too():
     second = dataclasses.replace(ROWS[1], axes=("model",), payload=2048, wire=1024)
     assert found(text, (*ROWS, ROWS[1], second)).right
     assert not found(text, (*ROWS, dataclasses.replace(second, payload=4096))).right
+
+
+def test_a_sum_of_what_no_turn_of_a_loop_changes_may_be_done_once():
+    mesh = tr.make_mesh(data=4, model=2)
+    layout = tr.Layout(mesh, params={"embed": "data", "mlp": "model"}, compute={"batch": "data", "mlp": "model"})
+
+    def loss(w, x):
+        add = lambda d, _: (d + tr.einsum("batch embed, embed mlp -> batch mlp", x, w).sum("mlp"), None)
+        total, _ = tr.scan(add, tr.Axis("turn", 6))(x.sum("embed"), None)
+        return (total * total).sum().array
+
+    with layout:
+        x = tr.shard(tr.named(jnp.ones((8, 16)), "batch embed"), "compute")
+        w = tr.shard(tr.named(jnp.ones((16, 32)), "embed mlp"))
+        rows = ledger(jax.grad(loss), w, x)
+        compiled = jax.jit(jax.grad(loss)).lower(w, x).compile()
+    (scatter,) = (row for row in rows.rows if row.kind == "reduce-scatter")
+    assert (scatter.times, scatter.same) == (6, 6)
+    assert structure_of(rows, compiled, mesh).right
+    assert not structure_of(
+        dataclasses.replace(rows, rows=tuple(dataclasses.replace(row, same=1) for row in rows.rows)), compiled, mesh
+    ).right

@@ -36,6 +36,15 @@ def same(function, *arguments):
         pytest.param(lambda w: jnp.sin(w).sum(), (1, 1), id="no loop"),
         pytest.param(lambda w: over(lambda c, _: c + jnp.sin(w), w), (5, 5), id="from outside"),
         pytest.param(lambda w: over(lambda c, _: jnp.sin(c), w), (1, 5), id="carried"),
+        pytest.param(
+            lambda w: over(lambda c, _: (c[0] + jnp.sin(c[1]), c[1]), (w, w))[0], (5, 5), id="carried as it is"
+        ),
+        pytest.param(
+            lambda w: over(lambda c, _: over(lambda d, _: (d[0] + jnp.sin(d[1]), d[1]), c), (w, w))[0],
+            (25, 25),
+            id="carried through two loops",
+        ),
+        pytest.param(lambda w: over(lambda c, _: (jnp.sin(c[1]), c[0]), (w, w))[0], (1, 5), id="carried in turn"),
         pytest.param(lambda w: over(lambda c, x: c + jnp.sin(x), w[0], w), (1, 3), id="a slice a turn"),
         pytest.param(lambda w: over(lambda c, x: c + jnp.sin(x), w[0], w[:1]), (1, 1), id="one turn"),
         pytest.param(

@@ -224,9 +224,9 @@ class Stock:
         self.take_stacked(matches, exactly=False)
         self.take_joined(matches)
         self.take_padded(matches)
-        for match in matches:  # copies in any of these ways
-            done = match.row.times - match.missing
-            if match.row.kind in COPIES and done and match.row.times % done == 0:
+        for match in matches:  # copies, and sums of what no turn changes, in any of these ways
+            done, once = match.row.times - match.missing, match.row.same == match.row.times
+            if (match.row.kind in COPIES or once) and done and match.row.times % done == 0:
                 match.done("one for all turns of a loop", match.missing)
         self.take_together(sums)
         return every

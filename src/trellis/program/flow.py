@@ -260,7 +260,8 @@ def repeats(program: Program) -> dict[Operation, int]:
                 turning = frozenset({inner.frame})
                 for index, value in enumerate(inner.inputs):
                     outer = given if value.outer is None else changing.get(value.outer, none)
-                    if index >= constants:
+                    again = operation.name == "scan" and constants <= index < constants + carried
+                    if index >= constants and not (again and _stays(inner.results[index - constants], value)):
                         outer = turning | (given if index < constants + carried else outer)
                     changing[value] = outer
                 read(inner)
@@ -270,6 +271,20 @@ def repeats(program: Program) -> dict[Operation, int]:
 
     read(program)
     return found
+
+
+def _stays(result: Value, carry: Value) -> bool:
+    """Whether a loop's body gives what it was given, as of a sum of gradients that every turn reads."""
+    while result is not carry and result.maker is not None:
+        maker, position = result.maker, result.position
+        if maker.name == "reshard" and maker.operands[0].aval == result.aval:
+            result = maker.operands[0]
+            continue
+        first, count = maker.carries if maker.name == "scan" else (0, 0)
+        if position >= count or not _stays(maker.bodies[0].results[position], maker.bodies[0].inputs[first + position]):
+            return False
+        result = maker.operands[first + position]
+    return result is carry
 
 
 def _scans_around(operation: Operation) -> Iterator[tuple[Frame, int]]:

@@ -65,9 +65,7 @@ def snapshots(lowered: Any, options: Mapping[str, str]) -> Generator[list[Snapsh
         ]
 
 
-def partitioned(
-    found: Sequence[Snapshot], given: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
-) -> int:
+def partitioned(found: Sequence[Snapshot], given: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> int:
     """The first of the programs that is one device's, with parameters and results of the given shapes; their number if
     none is. Results decide if every parameter is whole on each device."""
     for index, snapshot in enumerate(found):
