@@ -32,6 +32,7 @@ CASES = [
     ("model.routing.slack=2", MOE, "mesh.expert=2"),
     ("model.routing.slack=2", {**MOE, "mesh.expert": "2", "model.routing.way": "gather"}, "model.routing.way=auto"),
     ("guard.replay=false", {}, "guard.every=100"),
+    ("weight_decay_exclude=mlp", {"optimizer.weight_decay": "0"}, "optimizer.weight_decay=0.1"),
     ("checkpoints.keep_every=10", {"checkpoints.every": "null"}, "checkpoints.every=10"),
     ("checkpoints.keep_every=25", {"checkpoints.every": "10", "steps": "40"}, "checkpoints.keep_every=30"),
     ("checkpoints.keep_every=25", {"checkpoints.every": "10", "steps": "50"}, ""),

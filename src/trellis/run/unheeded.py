@@ -35,6 +35,10 @@ def _unheeded(run: Run) -> Iterator[tuple[str, UserError]]:
     yield from _of_layout(run, at_rest, in_use)
     if isinstance(routing := getattr(run.model, "routing", None), Routing):
         yield from _of_routing(routing, in_use.get("experts", ()))
+    if not run.optimizer.weight_decay:
+        rule = "`weight_decay_exclude` needs an optimizer with weight decay."
+        seen = f"weight_decay_exclude={', '.join(run.weight_decay_exclude) or 'nothing'}, optimizer.weight_decay=0"
+        yield _told("weight_decay_exclude", rule, seen, "use --optimizer.weight_decay 0.1 with it, or leave it out")
     if run.guard.every is None and not run.guard.replay:
         rule = "`guard.replay` needs `guard.every`."
         fix = "use --guard.every 100 with it, or leave it out"
