@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -101,30 +101,31 @@ def load_yaml(text: str) -> Any:
     """Reads plain data from YAML, with libyaml if PyYAML has it: eight times as fast.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or names something twice. The words are of PyYAML's own parser, which show the
-            line.
+        yaml.YAMLError: it is no YAML, names something twice, or has a number in base 8 or 60 that reads as another one.
+            The words are of PyYAML's own parser, which show the line.
     """
     import yaml
 
     fast = getattr(yaml, "CSafeLoader", None)
     if fast is not None and text.count("[") + text.count("{") < _NESTED:  # libyaml recurses, without a limit
         try:
-            return yaml.load(text, Loader=_each_once(fast))
+            return yaml.load(text, Loader=_strict(fast))
         except yaml.YAMLError:
             pass
     try:
-        return yaml.load(text, Loader=_each_once(yaml.SafeLoader))
+        return yaml.load(text, Loader=_strict(yaml.SafeLoader))
     except RecursionError:
         raise yaml.YAMLError("lists or mappings are nested too deeply") from None
 
 
 @functools.cache
-def _each_once(loader: Any) -> Any:
-    """A loader that refuses a key that occurs twice in a mapping; PyYAML's own would take the last."""
+def _strict(loader: Any) -> Any:
+    """A loader that refuses a key that occurs twice in a mapping, where PyYAML's own would take the last, and the
+    numbers of YAML 1.1 that nobody means: `010`, which is 8, and `1:30`, which is 90."""
     import yaml
     from yaml.constructor import ConstructorError
 
-    class EachOnce(loader):
+    class Strict(loader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen = set()
             pairs = node.value if isinstance(node, yaml.MappingNode) else ()
@@ -134,7 +135,17 @@ def _each_once(loader: Any) -> Any:
                 seen.add(key.value)
             return super().construct_mapping(node, deep)
 
-    return EachOnce
+    def number(self: Any, node: Any, make: Callable[[Any, Any], Any]) -> Any:
+        value, text = make(self, node), node.value
+        if ":" in text or re.fullmatch(r"[+-]?[\d_]+", text) and value != int(text):
+            problem = f"`{text}` is {value} in YAML: write that, or put it in quotes"
+            raise ConstructorError(None, None, problem, node.start_mark)
+        return value
+
+    for kind in ("int", "float"):
+        make = getattr(loader, f"construct_yaml_{kind}")
+        Strict.add_constructor(f"tag:yaml.org,2002:{kind}", functools.partial(number, make=make))
+    return Strict
 
 
 # With this many lists and mappings in one text, it is read by the slower parser.

@@ -45,3 +45,15 @@ def test_what_stands_twice_is_refused_with_its_line():
     with pytest.raises(yaml.YAMLError, match="`steps` is written twice") as error:
         load_yaml("mesh: {data: 2}\nsteps: 3\nsteps: 5\n")
     assert "line 3, column 1" in str(error.value)
+
+
+@pytest.mark.parametrize("text, value", [("010", 8), ("-0_17", -15), ("1:30", 90), ("1:30.5", 90.5)])
+def test_numbers_that_read_as_others_are_refused_with_their_line(text, value, monkeypatch):
+    for _ in range(2):
+        with pytest.raises(
+            yaml.YAMLError, match=f"`{text}` is {value} in YAML: write that, or put it in quotes"
+        ) as error:
+            load_yaml(f"steps: 3\nseed: {text}")
+        assert "line 2, column 7" in str(error.value)
+        assert load_yaml(f"[0, -0, 07, 0x10, 0b11, 0.5, 010.5, '{text}']") == [0, 0, 7, 16, 3, 0.5, 10.5, text]
+        monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
