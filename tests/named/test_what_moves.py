@@ -143,6 +143,8 @@ CALLS = {
         (layout, lambda fn, x: fn(x, TARGETS), x) for layout, x in ((DATA, LOGITS), (TENSOR, LOGITS_T))
     ],
     "nn.geglu": [(LAYOUT, lambda fn, x, y: fn(x, y), X, X)],
+    "nn.in_one_type": [(LAYOUT, lambda fn, x, y: fn(x, y.astype("bfloat16")), X, X)],
+    "nn.in_type_of": [(LAYOUT, lambda fn, x, y: fn(x, y.astype("bfloat16")), X, X)],
     "nn.next_token_loss": [
         (layout, lambda fn, h, t: fn(h, t, TARGETS).total, h, t)
         for layout, h, t in ((DATA, H, TABLE), (TENSOR, H_T, TABLE_T), (CHANNELS, H_E, TABLE))

@@ -139,6 +139,10 @@ def in_one_type(*arrays: Any) -> tuple[Any, ...]:
 
     Weights that are used together may have several types, by the `exceptions` of a `Precision`.
 
+    Names: those of each.
+    Gradient: in the type of each; nothing moves.
+    Moves: nothing.
+
     >>> x, w = in_one_type(tr.ones({"embed": 2}).astype("bfloat16"), tr.ones({"embed": 2}))
     >>> tr.typeof(x)
     'f32[embed=2]'
@@ -156,7 +160,15 @@ def in_one_type(*arrays: Any) -> tuple[Any, ...]:
 
 
 def in_type_of(made: NamedArray, given: NamedArray) -> NamedArray:
-    """What a part of a layer makes, in the type of what it was given."""
+    """What a part of a layer makes, in the type of what it was given.
+
+    Names: those of `made`.
+    Gradient: in the type of `made`; nothing moves.
+    Moves: nothing.
+
+    >>> tr.typeof(in_type_of(tr.ones({"embed": 2}), tr.ones({"embed": 2}).astype("bfloat16")))
+    'bf16[embed=2]'
+    """
     return in_type(made, given.array.dtype)
 
 
