@@ -227,16 +227,10 @@ class NamedArray(Methods):
         raise TypeMismatch(f"a named array cannot be iterated by position, got {typeof(self)}: use x.unbind(name)")
 
     def __matmul__(self, other):
-        raise TypeMismatch(
-            f"a product of named arrays says what it sums, got {typeof(self)} @ {typeof(other)}: write "
-            "tr.dot(x, w, over='embed')"
-        )
+        raise _says_no_sum(self, other)
 
     def __rmatmul__(self, other):
-        raise TypeMismatch(
-            f"a product of named arrays says what it sums, got {typeof(other)} @ {typeof(self)}: write "
-            "tr.dot(x, w, over='embed')"
-        )
+        raise _says_no_sum(other, self)
 
     def __reduce__(self):
         dealt = isinstance(self.array, jax.Array) and _dealt_dims(self)
@@ -249,6 +243,13 @@ class NamedArray(Methods):
         return NamedArray.tree_unflatten((self.names, self.slices), (copy.deepcopy(self.array, memo),))
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _says_no_sum(one, other) -> TypeMismatch:
+    return TypeMismatch(
+        f"a product of named arrays says what it sums, got {typeof(one)} @ {typeof(other)}: write "
+        "tr.dot(x, w, over='embed')"
+    )
 
 
 def named(array, names: Names) -> NamedArray:

@@ -6,6 +6,7 @@ programs; each one says why. Layers ask `on_accelerator`, `fences_gradients`, `m
 `multiplies_blocks`; reductions ask `loses_nan`. Which kernel a platform has is decided where kernels are chosen.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -257,21 +258,23 @@ def plain_product(a: jax.Array, b: jax.Array, numbers, dtype, spec) -> jax.Array
     """`jax.lax.dot_general`, with a result of this type, sharded so where the operands do not say it."""
     sharding = None if spec is None else sharding_on(a, spec)
     if dtype is None and a.dtype != b.dtype:
-        dtype = _type_of_both(a.dtype, b.dtype)
+        # Of bfloat16 and float16, or int8 and uint8, `dot_general` takes one, which cannot hold the other's numbers.
+        with contextlib.suppress(jax.dtypes.TypePromotionError):
+            dtype = type_of_all(a.dtype, b.dtype)
     return lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=sharding)
 
 
-def _type_of_both(one, other):
-    """The type in which JAX adds or multiplies numbers of two types; None if it does neither.
+def type_of_all(*dtypes):
+    """The type in which JAX adds or multiplies numbers of these types: of bfloat16 and float16 float32, and of int8 and
+    uint8 int16.
 
-    Of bfloat16 and float16 it is float32, and of int8 and uint8 int16, where `dot_general` would take one of the two,
-    which cannot hold the other's numbers.
+    Raises:
+        jax.dtypes.TypePromotionError: it does neither.
     """
-    try:
-        with jax.numpy_dtype_promotion("standard"):
-            return jnp.promote_types(one, other)
-    except jax.dtypes.TypePromotionError:
-        return None
+    if len({*dtypes}) == 1:  # as nearly always
+        return dtypes[0]
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)
 
 
 def cpu_dot(a: jax.Array, b: jax.Array, numbers, *, spec=None) -> jax.Array:

@@ -39,6 +39,9 @@ def _make(fn: Callable, axes: Axes, what: str) -> NamedArray:
     return NamedArray(fn(sizes, layout_spec(names, sizes)), names)
 
 
+_FOR_EACH = "take one of them, or map over a name with vmap"
+
+
 def _numbers(what: str, fix: str, **given) -> list:
     """Single numbers, of which some may be named arrays without names.
 
@@ -90,9 +93,6 @@ def ones(axes: Axes, dtype=jnp.float32) -> NamedArray:
     Moves: nothing; each device makes its own slice.
     """
     return _make(lambda shape, spec: _constant(1, dtype, shape, spec), axes, "ones")
-
-
-_FOR_EACH = "take one of them, or map over a name with vmap"
 
 
 def _constant(value, dtype, shape, spec):

@@ -1,13 +1,13 @@
 """Norms. They compute in float32, scale in the wider of their input's type and the scale's, and return the input's."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 
 from trellis.named import Axis, NamedArray, rsqrt
+from trellis.named.backend import type_of_all
 from trellis.nn.initializers import constant
 from trellis.nn.parameters import Bias, Scale
-from trellis.nn.precision import in_type, type_of_all
+from trellis.nn.precision import in_type
 
 
 class RMSNorm(eqx.Module):
@@ -30,7 +30,7 @@ class RMSNorm(eqx.Module):
         wide = in_type(x, jnp.float32)
         wide = wide * rsqrt((wide * wide).mean(self.scale.names) + self.eps)
         scale = self.scale.astype(jnp.float32) + self.center if self.center else self.scale
-        own = _type_of_scaling(x.array, self.scale.array)
+        own = type_of_all(x.array.dtype, self.scale.array.dtype)
         return in_type(in_type(wide, own) * in_type(scale, own), x.array.dtype)
 
 
@@ -50,14 +50,7 @@ class LayerNorm(eqx.Module):
         wide = in_type(x, jnp.float32)
         wide = wide - wide.mean(self.scale.names)
         wide = wide * rsqrt((wide * wide).mean(self.scale.names) + self.eps)
-        own = _type_of_scaling(x.array, self.scale.array, *(() if self.bias is None else (self.bias.array,)))
+        own = type_of_all(x.array.dtype, self.scale.array.dtype)
+        own = own if self.bias is None else type_of_all(own, self.bias.array.dtype)
         out = in_type(wide, own) * in_type(self.scale, own)
         return in_type(out if self.bias is None else out + in_type(self.bias, own), x.array.dtype)
-
-
-def _type_of_scaling(x: jax.Array, *factors: jax.Array) -> jnp.dtype:
-    """The widest type, so that a scale in float32 scales in float32."""
-    kinds = {x.dtype}
-    for factor in factors:
-        kinds.add(factor.dtype)
-    return kinds.pop() if len(kinds) == 1 else type_of_all(*kinds)

@@ -1,7 +1,6 @@
 """The types in which a model is kept and computes."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from trellis.choices import check_choices
 from trellis.errors import UserError
 from trellis.frozen import FrozenMap
 from trellis.named import NamedArray, Narrow, is_named, random
+from trellis.named.backend import type_of_all
 from trellis.nn.parameters import COUNTING, Parameter, Role, parameters
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -150,7 +150,7 @@ def in_one_type(*arrays: Any) -> tuple[Any, ...]:
     kinds = set()
     for x in arrays:
         kinds.add((x.weight if isinstance(x, Narrow) else x).array.dtype)
-    if len(kinds) == 1:  # as nearly always
+    if len(kinds) == 1:
         return arrays
     wide = type_of_all(*kinds)
     return tuple(
@@ -175,12 +175,6 @@ def in_type_of(made: NamedArray, given: NamedArray) -> NamedArray:
 def in_type(x: NamedArray, dtype: Any) -> NamedArray:
     """`x.astype(dtype)`, which costs nothing while tracing if it has this type."""
     return x if x.array.dtype == dtype else x.astype(dtype)
-
-
-def type_of_all(*dtypes: Any) -> Any:
-    """The smallest type that holds the numbers of all of these."""
-    with jax.numpy_dtype_promotion("standard"):
-        return functools.reduce(jnp.promote_types, dtypes)
 
 
 def unembedding_of(model: Any) -> Parameter:
