@@ -70,6 +70,13 @@ def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
     assert "learning_rate" in err and f"where: {folder / 'run.yaml'}" in err
     assert f"resume what is there: trellis train {folder}" in err
 
+    file = folder / "run.yaml"
+    file.write_text(file.read_text().replace("learning_rate: 0.01", "learning_rate: 0.02"))
+    code, _, err = trellis(capsys, "train", folder)
+    assert code == 2 and "optimizer.learning_rate: 0.01 in the checkpoint, 0.02 asked for" in err
+    assert f"where: {folder / 'checkpoints' / 'step-00000006' / 'run.yaml'}" in err
+    assert f"fix:   use another --run-dir, or copy this file to {file}" in err
+
 
 def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, tmp_path, capsys):
     code, _, err = trellis(capsys, "train", run_file, "--run-dir", "gs://bucket/run")

@@ -20,7 +20,17 @@ from trellis.optim import AdamW
 from trellis.recipes import tiny
 from trellis.run.config import Evaluation, Profile
 from trellis.run.data import Data, MixturePart, MixtureSource, PartWeight, StoreSource
-from trellis.run.folder import alone, check_path, claim, new_folder, open_run, unchanged_if_refused, was_left
+from trellis.run.folder import (
+    alone,
+    check_as_saved,
+    check_path,
+    claim,
+    new_folder,
+    open_run,
+    unchanged_if_refused,
+    was_left,
+)
+from trellis.run.run_file import write_run
 from trellis.train.assemble import layout_of
 from trellis.train.corpus import open_corpus
 
@@ -57,6 +67,21 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     assert error.value.where == str(copy) and f"copy this file to {tmp_path}/run.yaml and resume" in error.value.fix
     claim(tmp_path, tiny())
     assert open_run(tmp_path) == tiny(), "it is written again"
+
+
+def test_a_checkpoint_of_another_run_than_the_file_says_is_refused(tmp_path):
+    """Whoever edits `run.yaml` changes what is resumed, which the folder's file alone does not show."""
+    saved = tmp_path / "checkpoints" / "step-00000001"
+    saved.mkdir(parents=True)
+    check_as_saved(tiny(), tmp_path, saved)  # it has no copy
+    write_run(tiny(), saved / "run.yaml")
+    moved = dataclasses.replace(tiny(), steps=90, data=dataclasses.replace(tiny().data, tokenizer="elsewhere"))
+    check_as_saved(moved, tmp_path, saved)
+    with pytest.raises(UserError, match="A run folder holds one run") as error:
+        check_as_saved(dataclasses.replace(tiny(), seed=3), tmp_path, saved)
+    assert error.value.seen == "seed: 0 in the checkpoint, 3 asked for"
+    assert error.value.where == str(saved / "run.yaml")
+    assert error.value.fix == f"use another --run-dir, or copy this file to {tmp_path / 'run.yaml'}"
 
 
 def test_only_steps_that_are_not_yet_made_can_be_profiled(tmp_path):

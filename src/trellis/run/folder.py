@@ -86,16 +86,9 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
     known = copies[-1] if copies and not path.exists() else path
     if known.exists() and has_begun(folder):
         there = with_own_tokenizer(read_run(known), folder)
-        before, now = _learned(there), _learned(run)
-        if before != now:
-            raise UserError(
-                "A run folder holds one run, and can only be used to resume it.",
-                seen=told_apart(before, now, "in the folder", "asked for"),
-                where=str(known),
-                fix="use another --run-dir, or "
-                + ("" if known == path else f"copy this file to {typed(path)} and ")
-                + f"resume what is there: trellis train {typed(folder)}",
-            )
+        instead = "" if known == path else f"copy this file to {typed(path)} and "
+        instead += f"resume what is there: trellis train {typed(folder)}"
+        _check_learned(there, run, known, "in the folder", instead)
         if run.profile not in (None, there.profile) and run.profile.start < done:
             raise UserError(
                 "Profiling must start at a step that is not yet made.",
@@ -113,6 +106,38 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_run(dataclasses.replace(run, distributed=Distributed()), path)  # that is of one start, of one process
+
+
+def check_as_saved(run: Run, folder: Path, checkpoint: Path) -> None:
+    """Refuses to resume from a checkpoint whose copy of `run.yaml` is of another run: the folder's was edited since.
+
+    A tokenizer may have moved: what was read with it is compared otherwise.
+
+    Args:
+        run: the run that is to go on.
+        folder: the run's folder.
+        checkpoint: the folder of the checkpoint, whose files are whole. One without a copy, or with one that this
+            version cannot read, passes.
+    """
+    copy = checkpoint / "run.yaml"
+    try:
+        saved = read_run(copy)
+    except (OSError, UserError):
+        return
+    saved = dataclasses.replace(saved, data=dataclasses.replace(saved.data, tokenizer=run.data.tokenizer))
+    _check_learned(saved, run, copy, "in the checkpoint", f"copy this file to {typed(folder / 'run.yaml')}")
+
+
+def _check_learned(there: Run, asked: Run, file: Path, of_there: str, instead: str) -> None:
+    """Refuses a run that learns otherwise than the one in a file, with what to do instead of using another folder."""
+    before, now = _learned(there), _learned(asked)
+    if before != now:
+        raise UserError(
+            "A run folder holds one run, and can only be used to resume it.",
+            seen=told_apart(before, now, of_there, "asked for"),
+            where=str(file),
+            fix=f"use another --run-dir, or {instead}",
+        )
 
 
 def told_apart(one: Mapping[str, Any], other: Mapping[str, Any], of_one: str, of_other: str) -> str:

@@ -18,6 +18,7 @@ from trellis.checkpoints.checkpoints import Checkpoints, LastGood, told_of_last_
 from trellis.checkpoints.room import NoRoom
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
+from trellis.run.folder import check_as_saved
 from trellis.run.schema import plain
 from trellis.train.anew import told_of_no_lines, told_of_starting_over
 from trellis.train.assemble import Assembled
@@ -192,6 +193,7 @@ class _Loop:
         start, data = (0, dict[str, Any](tokens=0)) if restored is None else (restored.step, restored.data)
         state = assembled.init() if restored is None else assembled.at(start - 1).takes(restored.state)
         if restored is not None:
+            check_as_saved(run, self._folder, self._saved.path(start))
             self._feed.check_text(data.get("text", {}))
         self._progress = progress or Progress(run.steps, stop=self._stop)
         anew = "" if restored is not None else told_of_starting_over(self._folder)
