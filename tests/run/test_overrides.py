@@ -106,6 +106,10 @@ def test_a_file_replaces_parts_and_options_replace_both():
             ["`Run` has no field of this name.", "`step`", "--step", "did you mean `--steps`?"],
         ),
         (
+            {"steps": "4,8"},
+            ["`steps` must be of type int.", "'4,8' (str)", "--steps", "write a whole number, as in 8"],
+        ),
+        (
             {"steps": "many"},
             ["`steps` must be of type int.", "'many' (str)", "--steps", "write a whole number, as in 8"],
         ),

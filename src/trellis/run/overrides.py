@@ -1,6 +1,7 @@
 """From a recipe, a YAML file and a command line to one resolved configuration."""
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -9,6 +10,8 @@ from trellis.errors import UserError, did_you_mean
 from trellis.files import load_yaml
 from trellis.run.other_names import ours
 from trellis.run.schema import REQUIRED, Field, build, fields_of, members, plain, show, tag_field, variant_in, variants
+
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+")  # 4,8 is no number, but perhaps meant as a list
 
 
 def resolve(
@@ -205,6 +208,8 @@ def read(kind: Any, text: str) -> Any:
 
     >>> read(int | None, "null"), read(float, "3e-4"), read(tuple[str, ...], "data,model"), read(bool, "true")
     (None, 0.0003, ['data', 'model'], True)
+    >>> read(int, "32,768"), read(int, "4,8")
+    (32768, '4,8')
     """
     if text[:1] in ("[", "{"):
         import yaml
@@ -225,7 +230,7 @@ def read(kind: Any, text: str) -> Any:
             return text == "true"
         if member in (int, float):
             try:
-                return member(text.replace(",", "_") if member is int else text)
+                return member(text.replace(",", "") if member is int and _THOUSANDS.fullmatch(text) else text)
             except ValueError:
                 continue
         if container is tuple and str not in members(kind) and not dataclasses.is_dataclass(args[0]):
