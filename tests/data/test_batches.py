@@ -1,5 +1,7 @@
 """Batches: every token a target exactly once an epoch, in the documented order, on any number of hosts."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,9 @@ from trellis.data import Batch, Batches, Shuffle, Store, open_store
 from trellis.data.order.packing import best_fit
 from trellis.data.sizes import BatchSizes
 from trellis.errors import UserError
+from trellis.recipes import tiny
+from trellis.run.data import Data, StoreSource
+from trellis.train.corpus import open_corpus
 
 
 @pytest.fixture(scope="module")
@@ -326,3 +331,15 @@ def test_without_document_masks_a_row_is_one_text(folder):
     assert without.segment_ids is None and without.positions is None
     for name in ("tokens", "targets", "loss_mask"):
         assert np.array_equal(getattr(without, name), getattr(with_masks, name))
+
+
+@pytest.mark.parametrize(("named", "packing"), [("concatenate", "chunk"), ("pack", "best_fit"), ("pad", "pad")])
+@pytest.mark.parametrize(("block", "shuffle"), [(1, Shuffle()), (2, Shuffle(block=2, window=16))])
+def test_a_run_reads_the_batches_of_the_manual(folder, named, packing, block, shuffle):
+    store, _ = store_of(folder, 5, 90)
+    source = StoreSource(path=store.url)
+    data = Data(source=source, sequence_length=8, packing=named, shuffle_block=block, seed=7)
+    batches = open_corpus(dataclasses.replace(tiny(), data=data, batch_size=4)).batches
+    same = Batches(store, sequence_length=8, batch_size=4, packing=packing, shuffle=shuffle, seed=7)
+    for name in ("tokens", "targets", "segment_ids", "positions"):
+        assert np.array_equal(getattr(batches.batch(3), name), getattr(same.batch(3), name))

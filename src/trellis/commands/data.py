@@ -32,9 +32,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         description="Write a store in another project's format.",
     )
     convert.add_argument("store", metavar="STORE")
-    convert.add_argument("out", type=some_path, metavar="OUT")
+    convert.add_argument("out", type=some_path, metavar="OUT", help="a folder; NAME.bin for nanogpt and megatron")
     convert.add_argument("--to", required=True, choices=("seqax", "nanogpt", "megatron", "levanter"))
-    convert.add_argument("--split", help="seqax: the group inside OUT (default: train)")
+    convert.add_argument("--split", help="seqax: the group inside OUT, train or validation (default: train)")
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -34,7 +34,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--end-of-document", metavar="TEXT", help="the tokenizer's end-of-document token")
     parser.add_argument("--format", choices=FORMATS, help="the format of all files (default: by their names)")
-    parser.add_argument("--field", help="the field with the text (default: text); a.b names a field of an object")
+    parser.add_argument(
+        "--field", help="the field with the text (default: text, or txt in tars); a.b names a field of an object"
+    )
     parser.add_argument(
         "--separator",
         help=r"for text files, what divides documents, such as '\n' or "
