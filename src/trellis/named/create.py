@@ -214,11 +214,8 @@ def _range_like(x: NamedArray, name: Name) -> NamedArray:
     axes = x.slices[i] if x.slices else ()
     if not axes:
         return arange(x.axis(name))
-    here = jnp.int32(0)
-    for axis in axes:
-        here = here * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
     size = x.array.shape[i]
-    return NamedArray(here * size + jax.lax.iota(jnp.int32, size), (x.names[i],), (axes,))
+    return NamedArray(jax.lax.axis_index(axes) * size + jax.lax.iota(jnp.int32, size), (x.names[i],), (axes,))
 
 
 def from_numpy(array: np.ndarray, names: Names) -> NamedArray:

@@ -135,12 +135,8 @@ def rows_here(table, ids, axis: int, sliced: tuple[str, ...], lookup=None):
         sliced: the mesh axes, major to minor.
         lookup: `lookup(table, ids)`, where it is not rows along `axis`.
     """
-    count, first = table.shape[axis], jnp.int32(0)
-    whole = count
-    for mesh_axis in sliced:
-        first = first * jax.lax.axis_size(mesh_axis) + jax.lax.axis_index(mesh_axis)
-        whole *= jax.lax.axis_size(mesh_axis)
-    local = from_start(ids, whole) - first * count
+    count = table.shape[axis]
+    local = from_start(ids, count * jax.lax.axis_size(sliced)) - jax.lax.axis_index(sliced) * count
     # Rows of other devices are out of range here, and so are positions before this device's first.
     local = jnp.where(local < 0, count, local)
     rows = functools.partial(rows_of, axis=axis) if lookup is None else lookup
