@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 
@@ -96,12 +97,7 @@ def real_axes(shape: Shape, mesh) -> Shape:
         mesh: a mesh or abstract mesh, or None: then no axis is real. Axes it does not have count as size 1.
     """
     sizes = dict(mesh.shape) if mesh is not None else {}
-
-    def keep(axes):
-        return tuple(a for a in axes if sizes.get(a, 1) > 1)
-
-    dims = tuple(Dim(dim.name, keep(dim.axes)) for dim in shape.dims)
-    return Shape(dims, keep(shape.pending), keep(shape.copied), shape.ellipsis)
+    return _only(shape, lambda axis: sizes.get(axis, 1) > 1)
 
 
 def whole_sizes(shape: Shape, array, place: str) -> tuple[int, ...]:
@@ -221,8 +217,9 @@ def _agrees(wanted: Shape, held: Shape, array) -> bool:
     state: State = state_of(array)
     mesh = mesh_of(array)
     if state.mode == "explicit":
-        auto = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if "Explicit" not in str(kind)}
-        return _without(wanted, auto) == _without(held, auto)
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        typed = lambda axis: kinds[axis] == jax.sharding.AxisType.Explicit
+        return _only(wanted, typed) == _only(held, typed)
     states = (*wanted.pending, *wanted.copied)
     varying = frozenset(a for a in state.varying if mesh.shape[a] > 1)
     if partly_manual():
@@ -234,13 +231,9 @@ def _agrees(wanted: Shape, held: Shape, array) -> bool:
     return (wanted.pending, wanted.copied) == (held.pending, held.copied)
 
 
-def _without(shape: Shape, axes: set[str]) -> Shape:
-    if not axes:
-        return shape
-
-    def keep(mine):
-        return tuple(a for a in mine if a not in axes)
-
+def _only(shape: Shape, kept: Callable[[str], bool]) -> Shape:
+    """The shape with these mesh axes alone."""
+    keep = lambda axes: tuple(filter(kept, axes))
     dims = tuple(Dim(dim.name, keep(dim.axes)) for dim in shape.dims)
     return Shape(dims, keep(shape.pending), keep(shape.copied), shape.ellipsis)
 
