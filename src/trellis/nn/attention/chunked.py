@@ -104,8 +104,8 @@ def _turned(x):
     return copied_turned(x, (0, 1, 3, 2))
 
 
-def _scores(q, k, tokens, span, settings: _Settings):
-    """Scores of one chunk, hidden ones at `hidden_score`, and the derivative of the cap (or None).
+def _weights(q, k, tokens, span, settings: _Settings):
+    """One chunk's exponentials of scores less the largest, these largest, and the derivative of the cap (or None).
 
     Args:
         tokens: positions from 0, and documents or None.
@@ -130,15 +130,14 @@ def _scores(q, k, tokens, span, settings: _Settings):
         query_ids = jnp.tile(segment_ids[0][:, start:stop], (1, groups))
         together = same_document(query_ids, segment_ids[1][:, first:last])
         scores = jnp.where(together[:, None], scores, hidden_score(dtype))
-    return scores, slope
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    return jnp.exp(scores - largest), largest, slope
 
 
 def _forward(q, k, v, tokens, settings: _Settings):
     outs, sums = [], []
     for span in _spans(q.shape[3], k.shape[2], settings):
-        scores, _ = _scores(q, k, tokens, span, settings)
-        largest = jnp.max(scores, axis=-1, keepdims=True)
-        weights = jnp.exp(scores - largest)
+        weights, largest, _ = _weights(q, k, tokens, span, settings)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         values = v[:, :, span[2] : span[3]]
         out = jnp.einsum("bkts,bksh->bkth", weights.astype(v.dtype), values, preferred_element_type=total.dtype)
@@ -183,9 +182,7 @@ def _attend_bwd(settings: _Settings, residuals, d_out):
     product = partial(jnp.einsum, preferred_element_type=dtype)
     for span in reversed([*_spans(q.shape[3], k.shape[2], settings)]):  # all keys first, where the sums are still zero
         seen = (slice(None),) * 2 + (slice(span[2], span[3]),)
-        scores, slope = _scores(q, k, tokens, span, settings)
-        largest = jnp.max(scores, axis=-1, keepdims=True)
-        weights = jnp.exp(scores - largest)
+        weights, largest, slope = _weights(q, k, tokens, span, settings)
         d_rows = (_rows(d_out, span).astype(dtype) * jnp.exp(largest - _rows(log_sum, span))).astype(q.dtype)
         d_values = _plus(d_values, product("bkht,bkts->bkhs", _turned(d_rows), weights.astype(v.dtype)), span)
         d_weights = product("bkth,bksh->bkts", d_rows, v[seen])
