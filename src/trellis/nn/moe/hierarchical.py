@@ -111,8 +111,8 @@ def hierarchical_each(
         Road(axes[:1], rooms.arrived, ragged, even=rooms.even),
         Road(axes[1:], rooms.last, ragged, even=rooms.pairs, sorts=not gathers),
     )
-    bring, leaving = (functools.partial(move, rooms=rooms, roads=roads) for move in (_bring, _leave))
-    carrier = Carrier(bring, leaving, dispatch, ragged)
+    leaving = functools.partial(_leave, rooms=rooms, roads=roads)
+    carrier = Carrier(functools.partial(_bring, roads=roads), leaving, dispatch, ragged)
 
     def arrive(given, known):
         (rows, weights), ((ids, needed), turn) = given, known
@@ -311,7 +311,7 @@ def _known(weights, ids, moves, rooms: _Rooms, roads: _Roads) -> tuple[jax.Array
     return roads.near.weigh(on.counted, near), at
 
 
-def _bring(rows, at: _Arrived, *, rooms: _Rooms, roads: _Roads):
+def _bring(rows, at: _Arrived, *, roads: _Roads):
     """Moves tokens to the parts of the first axis where they have experts, and from there to these."""
     got = roads.far.there(take_rows(rows, *reversed(at.far_rows)), *at.far)
     got = save(got, FAR_ROWS, if_named=True)

@@ -273,18 +273,14 @@ def _mixed(
         return [x.with_array(out) for x, out in zip(of_tokens[::3], made, strict=True)]
     if mapped_over():
         raise _mapped(chosen)
-    tokens, partial = (places.batch, places.pos, ()), frozenset(places.partial)
-    slices: list[tuple[tuple[str, ...], ...]] = (
-        [tokens] * tokens_end + [(places.experts, (), places.mlp)] * 2 + [(places.experts, places.mlp, ())]
-    )
-    slices += [(places.experts, places.mlp)] * len(added)
+    tokens, summed = (places.batch, places.pos, ()), frozenset(places.partial)
+    of_weights = [(places.experts, (), places.mlp)] * 2 + [(places.experts, places.mlp, ())]
+    # The numbers of a narrow weight go where it goes, without its gradient; their scale goes nowhere.
+    of_narrow = [to for where, kind in zip(of_weights, kinds, strict=True) if kind is not None for to in (where, ())]
+    slices = [tokens] * tokens_end + of_weights + [(places.experts, places.mlp)] * len(added) + of_narrow
     others = frozenset(places.batch + places.pos) - frozenset(places.experts + places.mlp)
-    copied = [partial] * tokens_end + [others] * (3 + len(added))
+    copied = [summed] * tokens_end + [others] * (3 + len(added)) + [frozenset()] * len(narrow)
     marked = [tokens_end + n for n, kind in enumerate(kinds) if kind is not None]  # only their narrow numbers move
-    for numbers in narrow:  # those of a weight go where it goes, without its gradient; scales go nowhere
-        slices.append(slices[tokens_end + 2 * (numbers.names == down.names)] if numbers.names else ())
-        copied.append(frozenset())
-
     on_tpu = platform_of(first.array) == "tpu"
 
     def brought(a, slices, copied):
@@ -305,7 +301,7 @@ def _mixed(
         lambda *a: [mark_pending(out, places.partial) for out in body(outer, *a)],
         mesh=mesh,
         in_specs=specs,
-        out_specs=[spec_of(tokens, partial)] * len(given),
+        out_specs=[spec_of(tokens, summed)] * len(given),
     )
     try:
         return [settle(NamedArray(out, TOKENS)) for out in mix(*moved)]
