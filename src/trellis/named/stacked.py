@@ -95,7 +95,7 @@ class Stacked(eqx.Module):
             call: `call(layer, x, *each, *args)` instead of `layer(x, *each, *args)`.
             policy: what each layer keeps for the backward pass.
         """
-        if (met := cut.meet(cut.Fold(self, x, args, tuple(each), call, policy, makes=False))) is not None:
+        if (met := cut.meet(cut.Fold(self, x, args, tuple(each), _call(call), policy, makes=False))) is not None:
             return met[0]
         axis = pipeline_axis(self.axis)
         if axis is not None:
@@ -114,7 +114,7 @@ class Stacked(eqx.Module):
 
         Never a pipeline: if a layout spreads the layers over a mesh axis in use, they are gathered first.
         """
-        if (met := cut.meet(cut.Fold(self, x, args, tuple(each), call, policy, makes=True))) is not None:
+        if (met := cut.meet(cut.Fold(self, x, args, tuple(each), _call(call), policy, makes=True))) is not None:
             return met[0]
         return self._run(_call(call), x, args, each, policy)
 
@@ -140,5 +140,5 @@ def taken_apart(params):
     return jax.tree.map(lambda p: p.apart() if is_stack(p) else p, params, is_leaf=is_stack)
 
 
-def _call(call):
-    return call if call is not None else lambda layer, x, *rest: layer(x, *rest)
+def _call(call: Callable | None) -> Callable:
+    return call or (lambda layer, x, *rest: layer(x, *rest))

@@ -24,7 +24,7 @@ class Fold:
         x: what the first layer gets.
         args: what every layer gets.
         each: arrays with the layers' name; every layer gets its position.
-        call: how a layer is called, or None.
+        call: how a layer is called, `call(layer, x, *each, *args)`.
         policy: what each layer keeps for the backward pass.
         makes: whether layers give `(x, y)`, as in a scan.
     """
@@ -33,7 +33,7 @@ class Fold:
     x: Any
     args: tuple
     each: tuple
-    call: Callable | None
+    call: Callable
     policy: Any
     makes: bool
 

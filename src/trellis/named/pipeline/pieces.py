@@ -160,12 +160,11 @@ class Pieces:
         places, tree = self._block(fold.stack.block)
         stack = dataclasses.replace(fold.stack, block=jax.tree.unflatten(tree, [block[i] for i in places]))
         pick = lambda e: index(e, {name: 0}) if is_named(e) and name in e.names else e
-        call = fold.call or (lambda layer, x, *rest: layer(x, *rest))
 
         def one(x):
             mine = jax.tree.map(pick, each, is_leaf=is_named)
             with cut_batch(sums=fold.makes):  # what layers measure of a microbatch is summed over all
-                made = call(stack.layer(0), x, *mine, *args)
+                made = fold.call(stack.layer(0), x, *mine, *args)
             return made if fold.makes else (made, None)
 
         return loop(one, fold.stack.axis.resize(1), False, 1, fold.policy, once=lambda body: body)(x)
