@@ -248,14 +248,10 @@ class _Update:
             run = one
             for _ in range(mapped):
                 run = jax.vmap(run)
-            if given:
-                whole = [*array_shape(given[0], mapped, array, turn)]
-                given = [backend.broadcast(given[0], tuple(whole))]
+            if given:  # full along what is mapped
+                full = tuple(array.shape[turn[i]] if i < mapped else n for i, n in enumerate(given[0].shape))
+                given = [backend.broadcast(given[0], full)]
             return backend.to_type(jnp.transpose(run(jnp.transpose(array, turn), *ids, *given), back), x.dtype)
-
-        def array_shape(value, mapped: int, array, turn):
-            """The value's shape, full along what is mapped."""
-            return [array.shape[turn[i]] if i < mapped else n for i, n in enumerate(value.shape)]
 
         return program
 
