@@ -73,11 +73,16 @@ class Candidate:
     def layout(self) -> str:
         """The preset, how attention reaches keys of other slices, and how layers are dealt out to stages."""
         layout, mesh = self.run.layout, self.run.mesh
-        kinds: list[str] = [layout.preset, *([layout.context] if mesh.context > 1 else [])]
+        kinds: list[str] = [layout.preset, *[layout.context] * (mesh.context > 1)]
         if mesh.stage > 1:
-            kinds += [*([f"{layout.pipeline_groups} groups"] if layout.pipeline_groups > 1 else [])]
-            kinds += [self.run.accumulation] if self.run.accumulation != "pending" else []
+            kinds += [f"{layout.pipeline_groups} groups"] * (layout.pipeline_groups > 1)
+            kinds += [self.run.accumulation] * (self.run.accumulation != "pending")
         return ", ".join(kinds)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The mesh axes along which there are several devices, and how many."""
+        return {axis: size for axis, size in dataclasses.asdict(self.run.mesh).items() if size > 1}
 
     @property
     def parts(self) -> int:

@@ -1,6 +1,5 @@
 """Presents what a search found: a table, text, plain values, and what held each candidate back."""
 
-import dataclasses
 from typing import Any
 
 from trellis.figures import numbers
@@ -30,13 +29,13 @@ def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> 
 
 def why_won(found: Found) -> str:
     """What the winner saves over the next best mesh that fits, by the same source; empty if it is the only one."""
-    winner, mesh = found.winner, lambda c: dataclasses.asdict(c.run.mesh)
-    others = [c for c in found.candidates if winner and c.plan and c.fits and mesh(c) != mesh(winner)]
+    winner = found.winner
+    others = [c for c in found.candidates if winner and c.plan and c.fits and c.mesh != winner.mesh]
     others = [c for c in others if (c.verdict is None) == (winner.verdict is None)]
     if not others:
         return ""
     other = min(others, key=lambda c: c.seconds)
-    named = " ".join(f"{a}={s}" for a, s in mesh(other).items() if s > 1) or "one device"
+    named = " ".join(f"{a}={s}" for a, s in other.mesh.items()) or "one device"
     if other.seconds <= 1.01 * winner.seconds:
         return f"it wins over {named}, which is as fast, because it is simpler"
     theirs, its = _causes(other), _causes(winner)
@@ -69,7 +68,7 @@ def frontier_rows(found: Found) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
     """The candidates as a table: header and rows."""
     rows = []
     for c in found.candidates:
-        mesh = " ".join(f"{a}={s}" for a, s in dataclasses.asdict(c.run.mesh).items() if s > 1)
+        mesh = " ".join(f"{a}={s}" for a, s in c.mesh.items())
         mark = "*" if c in found.frontier else ""
         by = "compiled" if c.verdict is not None else "types"
         speed = numbers.count(c.speed) if c.plan else ""
@@ -106,7 +105,7 @@ def search_json(found: Found) -> dict[str, Any]:
         "candidates": [
             {
                 "options": dict(c.options),
-                "mesh": {a: s for a, s in dataclasses.asdict(c.run.mesh).items() if s > 1},
+                "mesh": c.mesh,
                 "step_seconds": c.seconds,
                 "peak": c.peak,
                 "fits": c.fits,
