@@ -230,17 +230,12 @@ def _sizes(mesh: MeshSizes) -> Mapping[str, int]:
 
 def _options(before: Run, after: Run) -> dict[str, str]:
     """The options in which two runs differ, by the dotted names of the command line."""
-    found = {}
     was = _sizes(before.mesh)
-    found |= {f"mesh.{axis}": str(size) for axis, size in _sizes(after.mesh).items() if was[axis] != size}
-    for name in ("layout.preset", "layout.mode", "layout.context", "remat.policy"):
+    found = {f"mesh.{axis}": str(size) for axis, size in _sizes(after.mesh).items() if was[axis] != size}
+    for name in ("layout.preset", "layout.mode", "layout.context", "remat.policy", "remat.names", "layout.overlap"):
         get = operator.attrgetter(name)
-        if get(before) != get(after):
-            found[name] = get(after)
-    for name in ("remat.names", "layout.overlap"):
-        get = operator.attrgetter(name)
-        if get(before) != get(after):
-            found[name] = ",".join(get(after))
+        if get(before) != (now := get(after)):
+            found[name] = now if isinstance(now, str) else ",".join(now)
     if before.batch_size != after.batch_size:
         entries = [dataclasses.asdict(entry) for entry in after.batch_sizes()]
         found["batch_size"] = str(after.batch_size) if isinstance(after.batch_size, int) else json.dumps(entries)
@@ -249,9 +244,8 @@ def _options(before: Run, after: Run) -> dict[str, str]:
     if before.accumulation != after.accumulation:
         found["accumulation"] = after.accumulation
     for name in ("context_y", "pipeline_microbatches", "pipeline_groups"):
-        was, is_now = getattr(before.layout, name), getattr(after.layout, name)
-        if was != is_now:
-            found[f"layout.{name}"] = "null" if is_now is None else str(is_now)
+        if getattr(before.layout, name) != (now := getattr(after.layout, name)):
+            found[f"layout.{name}"] = "null" if now is None else str(now)
     return found
 
 

@@ -116,24 +116,14 @@ def time_table(plan: Plan, lines: int = 24, formulas: bool = False) -> str:
                 line.bound,
                 line.label,
                 line.source,
-                *([line.formula] if formulas else []),
+                *[line.formula] * formulas,
             )
         )
     rest = plan.times.lines[lines:]
     if rest:
-        rows.append(
-            (
-                numbers.seconds(sum(line.seconds for line in rest)),
-                "",
-                f"{len(rest)} more",
-                "",
-                "",
-                "",
-                "",
-                *([""] * formulas),
-            )
-        )
-    header = ("time", "hidden", "kind", "pass", "waits for", "what", "at", *(["formula"] if formulas else []))
+        left = numbers.seconds(sum(line.seconds for line in rest))
+        rows.append((left, "", f"{len(rest)} more", *[""] * (4 + formulas)))
+    header = ("time", "hidden", "kind", "pass", "waits for", "what", "at", *["formula"] * formulas)
     times = plan.times
     foot = (
         f"computation {numbers.seconds(times.computation)} + communication {numbers.seconds(times.exposed)} exposed "
