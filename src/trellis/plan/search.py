@@ -28,12 +28,10 @@ from trellis.plan.quick import quick_plan
 from trellis.plan.sketch import sketch
 from trellis.plan.ways_to_fit import POLICIES, some_names
 from trellis.run.config import Remat, Run
-from trellis.run.layouts import LayoutChoice, MeshSizes
+from trellis.run.layouts import KINDS, LayoutChoice, MeshSizes
 from trellis.run.lengths import as_of_phase
 from trellis.train.assemble import layout_of
 
-# How attention reaches keys of other slices, along a mesh axis of positions.
-CONTEXT_KINDS = ("ring", "gather", "exchange")
 # With fewer positions in a slice, the kernels' start and end cost more than slicing saves.
 SHORTEST_SLICE = 2048
 # The most blocks of scores for which a TPU's attention kernel has tables. They are made one after another in Python, so
@@ -91,7 +89,7 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
     for model in (1, 2, 4, 8, 16):
         if devices % model or heads % model or kv_heads % model or width % model:
             continue
-        slices = [(1, run.layout.context), *itertools.product((2, 4, 8, 16, 32), CONTEXT_KINDS)]
+        slices = [(1, run.layout.context), *itertools.product((2, 4, 8, 16, 32), KINDS)]
         if stages > 1:
             slices = slices[:1]
         among = _expert_sizes(min(experts, devices) if stages == 1 else 1, target)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trellis.choices import check_choices
 from trellis.cores import usable_cores
@@ -27,6 +27,8 @@ Preset = Literal[
 ]
 
 Kind = Literal["ring", "gather", "exchange"]
+# In the order of the mesh axes that slice positions.
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _DATA = "data/data_y/data_z"
 # Rings come first among slices of positions. Parameters are in the order of the mesh, in which sums are scattered.
@@ -216,8 +218,7 @@ class LayoutChoice:
                 fix="use 1 or more, or null to have it chosen",
             )
         at_least(1, pipeline_groups=self.pipeline_groups)
-        order = ("ring", "gather", "exchange")
-        if order.index(self.context) > order.index(self.kinds["context_y"]):
+        if KINDS.index(self.context) > KINDS.index(self.kinds["context_y"]):
             raise UserError(
                 "`context` cannot come after `context_y` in the order ring, gather, exchange.",
                 seen=f"context={self.context}, context_y={self.context_y}",

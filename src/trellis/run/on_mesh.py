@@ -18,6 +18,7 @@ from trellis.nn.positions import dealt_axes
 from trellis.nn.rope import QUERY
 from trellis.notation.state import mode_of
 from trellis.run.config import Run
+from trellis.run.layouts import KINDS
 
 
 def check_on_mesh(run: Run, layout: Layout, model: LanguageModel) -> None:
@@ -122,18 +123,18 @@ def _check_attention(run: Run, layout: Layout) -> None:
             where="layout.compute.head_dim",
             fix="use --layout.compute.head_dim '', and slice heads instead",
         )
-    kinds, order = dict(layout.context), ("ring", "gather", "exchange")
-    found = [order.index(kinds.get(axis, "gather")) for axis in pos]
+    kinds = dict(layout.context)
+    found = [KINDS.index(kinds.get(axis, "gather")) for axis in pos]
     if found != sorted(found):
         wanted = [axis for _, axis in sorted(zip(found, pos, strict=True))]
         raise UserError(
             "Positions must be sliced over ring axes first, then over gather axes, then over exchange axes.",
-            seen=f"pos over {'/'.join(f'{axis} ({order[kind]})' for kind, axis in zip(found, pos, strict=True))}",
+            seen=f"pos over {'/'.join(f'{axis} ({KINDS[kind]})' for kind, axis in zip(found, pos, strict=True))}",
             where="layout.compute.pos",
             fix=f"use --layout.compute.pos {'/'.join(wanted)}",
         )
     ways = lambda axes: math.prod(layout.mesh.shape[axis] for axis in axes)
-    exchanged = tuple(axis for axis, kind in zip(pos, found, strict=True) if order[kind] == "exchange")
+    exchanged = tuple(axis for axis, kind in zip(pos, found, strict=True) if KINDS[kind] == "exchange")
     sliced = [axis for axis in pos if axis not in exchanged]
     pieces, length = 2 * ways(sliced), run.data.sequence_length
     if sliced and length % pieces:
