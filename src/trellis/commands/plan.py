@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from trellis.hardware.chips import Target
     from trellis.run.config import Run
 
-# Defaults: how many settings a search compiles, and by how many percent a plan may be worse.
-_TOP, _BOUND = 3, 2.0
+# How many settings a search compiles, if it is not said.
+_TOP = 3
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -199,7 +199,7 @@ def _before(args: argparse.Namespace) -> Any:
 
 def _held(args: argparse.Namespace, run: Any, plan: Any, verdict: Any, before: Any) -> Any:
     """Saves the plan on request, and compares it with the one before, if there is one."""
-    from trellis.plan.changes import changes
+    from trellis.plan.changes import BOUND, changes
     from trellis.plan.saved import saved_plan
 
     if not args.save and before is None:
@@ -208,7 +208,7 @@ def _held(args: argparse.Namespace, run: Any, plan: Any, verdict: Any, before: A
     if args.save:
         after.write(Path(args.save))
         print(f"plan written to {args.save}", file=sys.stderr)
-    return changes(before, after, _BOUND if args.bound is None else args.bound) if before is not None else None
+    return changes(before, after, BOUND if args.bound is None else args.bound) if before is not None else None
 
 
 def _price(price: float | None) -> float | None:
@@ -245,7 +245,7 @@ def _compiled_json(verdict) -> dict:
         "excess": compiled.excess,
         "peak": compiled.peak,
         "memory": dict(compiled.memory),
-        "largest": [{"num_bytes": a.num_bytes, "what": a.what, "source": a.source} for a in compiled.largest],
+        "largest": [dataclasses.asdict(allocation) for allocation in compiled.largest],
         "compile_seconds": compiled.seconds,
         "versions": dict(compiled.versions),
         "options": dict(compiled.options),
