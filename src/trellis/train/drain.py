@@ -193,7 +193,7 @@ class Drain:
                 if item.later:
                     _fetch(item.record, item.later)
                     self._finished(item.record)
-                if not item.later:
+                else:
                     item.record.released = item.record.done
                 idle_from = item.record.released = item.record.released or time.perf_counter()
                 with self._change:
