@@ -397,3 +397,15 @@ def test_every_field_says_when_one_would_change_it():
         and not (typing.get_origin(field.type) is typing.Literal and len(typing.get_args(field.type)) == 1)
     }
     assert silent == {"model", "optimizer", "schedule"}
+
+
+def test_no_field_is_advised_to_take_the_value_that_it_has():
+    """ "Lower it, say to 0.95" is no advice where 0.95 is the default."""
+    idle = {
+        name
+        for name, field in every_field(Run)
+        if isinstance(field.default, int | float) and not isinstance(field.default, bool)
+        for number in re.findall(r"\bto (\d[\d.e-]*\d|\d)\b", field.doc)
+        if float(number) == field.default
+    }
+    assert not idle

@@ -33,8 +33,8 @@ class AdamW:
     """Decay of the moving average of gradients. Lower it a little if batches are very large; otherwise it rarely
     matters."""
     beta2: float = 0.95
-    """Decay of the moving average of squared gradients. Lower it, say to 0.95, if the loss spikes or batches are large;
-    raise it for small batches."""
+    """Decay of the moving average of squared gradients. Lower it, say to 0.9, if the loss spikes or batches are large;
+    raise it, say to 0.99, for small batches."""
     epsilon: float = 1e-8
     """Added to the root of the second moment. Raise it if gradients are tiny and updates are not."""
     weight_decay: float = 0.1
@@ -94,8 +94,8 @@ class Muon:
     """For parameters that are not matrices: decay of the moving average of gradients. Leave it, unless embeddings learn
     worse than the rest."""
     adam_beta2: float = 0.95
-    """For parameters that are not matrices: decay of the moving average of squared gradients. Lower it, say to 0.95, if
-    the loss spikes or batches are large; raise it for small batches."""
+    """For parameters that are not matrices: decay of the moving average of squared gradients. Lower it, say to 0.9, if
+    the loss spikes or batches are large; raise it, say to 0.99, for small batches."""
     epsilon: float = 1e-8
     """Added to norms and to the root of the second moment. Raise it if gradients are tiny and updates are not."""
     weight_decay: float = 0.1
