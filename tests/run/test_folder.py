@@ -82,6 +82,15 @@ def test_a_checkpoint_of_another_run_than_the_file_says_is_refused(tmp_path):
     assert error.value.seen == "seed: 0 in the checkpoint, 3 asked for"
     assert error.value.where == str(saved / "run.yaml")
     assert error.value.fix == f"use another --run-dir, or copy this file to {tmp_path / 'run.yaml'}"
+    for validation in (None, "b"):  # `trellis evaluate` asks for one
+        source = StoreSource(path="a", validation=validation)
+        mixture = MixtureSource(parts=(MixturePart(name="a", path="a", validation=validation, weight=1.0),), block=8)
+        for place, which in (("store", source), ("mixture", mixture)):
+            run = dataclasses.replace(tiny(), data=dataclasses.replace(tiny().data, source=which))
+            (tmp_path / place).mkdir(exist_ok=True)
+            if validation is None:
+                write_run(run, tmp_path / place / "run.yaml")
+            check_as_saved(run, tmp_path, tmp_path / place)
 
 
 def test_only_steps_that_are_not_yet_made_can_be_profiled(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from trellis.errors import TrellisError, UserError, shortened
 from trellis.files import check_utf8, typed, write_whole
 from trellis.run.config import Distributed, Run
+from trellis.run.data import MixtureSource, StoreSource
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import plain
 
@@ -111,7 +112,7 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
 def check_as_saved(run: Run, folder: Path, checkpoint: Path) -> None:
     """Refuses to resume from a checkpoint whose copy of `run.yaml` is of another run: the folder's was edited since.
 
-    A tokenizer may have moved: what was read with it is compared otherwise.
+    The file may be edited to name another tokenizer or a validation set, from which nothing is learned.
 
     Args:
         run: the run that is to go on.
@@ -124,8 +125,19 @@ def check_as_saved(run: Run, folder: Path, checkpoint: Path) -> None:
         saved = read_run(copy)
     except (OSError, UserError):
         return
-    saved = dataclasses.replace(saved, data=dataclasses.replace(saved.data, tokenizer=run.data.tokenizer))
-    _check_learned(saved, run, copy, "in the checkpoint", f"copy this file to {typed(folder / 'run.yaml')}")
+    instead = f"copy this file to {typed(folder / 'run.yaml')}"
+    _check_learned(_only_trained(saved), _only_trained(run), copy, "in the checkpoint", instead)
+
+
+def _only_trained(run: Run) -> Run:
+    """A run without its tokenizer and its validation sets."""
+    source = run.data.source
+    if isinstance(source, MixtureSource):
+        parts = tuple(dataclasses.replace(part, validation=None) for part in source.parts)
+        source = dataclasses.replace(source, parts=parts)
+    elif isinstance(source, StoreSource):
+        source = dataclasses.replace(source, validation=None)
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, source=source, tokenizer=None))
 
 
 def _check_learned(there: Run, asked: Run, file: Path, of_there: str, instead: str) -> None:
