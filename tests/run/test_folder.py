@@ -93,6 +93,23 @@ def test_a_checkpoint_of_another_run_than_the_file_says_is_refused(tmp_path):
             check_as_saved(run, tmp_path, tmp_path / place)
 
 
+def test_a_checkpoint_is_no_folder_of_a_run(tmp_path):
+    """It has a `run.yaml`, from which a new run would begin inside of it."""
+    saved = tmp_path / "checkpoints" / "step-00000012"
+    (saved / "state").mkdir(parents=True)
+    write_run(tiny(), saved / "run.yaml")
+    for opened in (check_path, open_run):
+        with pytest.raises(UserError, match="A run's folder is the one that has its checkpoints") as error:
+            opened(saved)
+        assert error.value.seen == "the checkpoint of step 12" and error.value.where == str(saved)
+        assert error.value.fix.startswith("name the folder of its run; `trellis evaluate`, ")
+    write_run(tiny(), tmp_path / "run.yaml")
+    with pytest.raises(UserError) as error:
+        open_run(saved)
+    use = "`trellis evaluate`, `generate` and `export` take it with --step 12"
+    assert error.value.fix == f"name {tmp_path}; {use}"
+
+
 def test_only_steps_that_are_not_yet_made_can_be_profiled(tmp_path):
     run = dataclasses.replace(tiny(), profile=Profile(start=2))
     claim(tmp_path, run)

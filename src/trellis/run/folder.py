@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import platform
+import re
 import sys
 import time
 from collections.abc import Generator, Mapping
@@ -30,6 +31,8 @@ _OF_ROUTING = ("way", "slack", "interleave")
 IMPORTED = "imported.json"
 # The folder of its tokenizer.
 TOKENIZER = "tokenizer"
+# The name of a checkpoint's folder.
+_CHECKPOINT = re.compile(r"step-(\d{8,})")
 # How often a folder that is held is tried again, and the seconds between.
 _TRIES, _BETWEEN = 10, 0.05
 
@@ -46,7 +49,8 @@ def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
 
 def check_path(folder: Path) -> None:
     """Refuses a folder that no run can have: TensorStore writes and finds checkpoints under names in UTF-8, in which it
-    takes a backslash for a slash. Under a locale of another encoding, Python would name another folder."""
+    takes a backslash for a slash. Under a locale of another encoding, Python would name another folder. Nor is a
+    checkpoint, with its copy of `run.yaml`, a run's folder."""
     shown, fix = str(folder).encode(errors="replace").decode(), "rename it, or use another --run-dir"
     if (encoding := sys.getfilesystemencoding()) != "utf-8" and not str(folder.absolute()).isascii():
         raise UserError(
@@ -59,6 +63,15 @@ def check_path(folder: Path) -> None:
     if "\\" in str(folder.absolute()):
         raise UserError(
             "The path of a run's folder must contain no backslash.", seen=str(folder.absolute()), where=shown, fix=fix
+        )
+    if (step := _CHECKPOINT.fullmatch(folder.absolute().name)) and (folder / "state").is_dir():
+        run = folder.absolute().parent.parent
+        use = f"`trellis evaluate`, `generate` and `export` take it with --step {int(step[1])}"
+        raise UserError(
+            "A run's folder is the one that has its checkpoints.",
+            seen=f"the checkpoint of step {int(step[1])}",
+            where=shown,
+            fix=f"name {typed(run) if (run / 'run.yaml').is_file() else 'the folder of its run'}; {use}",
         )
 
 
