@@ -66,6 +66,7 @@ def _unheeded(run: Run) -> Iterator[tuple[str, UserError]]:
 
 def _of_layout(run: Run, at_rest: Mapping[str, list], in_use: Mapping[str, list]) -> Iterator[tuple[str, UserError]]:
     layout, pos = run.layout, in_use.get("pos", [])
+    yield from _of_entries(run)
     rule = "How attention reaches keys can be set only for a mesh axis that slices positions."
     heeding = {"context": ["context", "context_y"], "context_y": ["context_y"]}
     for name, axes in heeding.items():
@@ -90,6 +91,19 @@ def _of_layout(run: Run, at_rest: Mapping[str, list], in_use: Mapping[str, list]
         rule = "An overlapped product needs a mesh axis that slices its name over several devices."
         seen = f"overlap={', '.join(layout.overlap)}, {', '.join(f'mesh.{axis}=1' for axis in axes)}"
         yield _told("layout.overlap", rule, seen, f"use --mesh.{axes[0]} 2 or more, or leave it out")
+
+
+def _of_entries(run: Run) -> Iterator[tuple[str, UserError]]:
+    """Entries of a layout that slice nothing: all of their mesh axes have one device."""
+    rule = "A layout entry needs a mesh axis of several devices."
+    hosts = {"replica"} if run.layout.preset == "hybrid" else set()  # as many replicas as hosts
+    for which in ("params", "compute"):
+        for name, over in getattr(run.layout, which).items():
+            axes = [axis for axis in over.split("/") if axis]
+            if axes and not hosts & {*axes} and all(getattr(run.mesh, axis) == 1 for axis in axes):
+                seen = f"{name}={over}, " + ", ".join(f"mesh.{axis}=1" for axis in axes)
+                fix = f"use --mesh.{axes[0]} 2 or more, or leave it out"
+                yield _told(f"layout.{which}.{name}", rule, seen, fix)
 
 
 def _of_routing(routing: Routing, experts: list[str]) -> Iterator[tuple[str, UserError]]:
