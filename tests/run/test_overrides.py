@@ -106,6 +106,15 @@ def test_a_file_replaces_parts_and_options_replace_both():
             ["`Run` has no field of this name.", "`step`", "--step", "did you mean `--steps`?"],
         ),
         (
+            {"logging.trackers": "wandb,tensorboard,wandb"},
+            [
+                "`logging.trackers` must have each of its words once.",
+                "wandb twice",
+                "--logging.trackers",
+                "leave one of them out",
+            ],
+        ),
+        (
             {"steps": "4,8"},
             ["`steps` must be of type int.", "'4,8' (str)", "--steps", "write a whole number, as in 8"],
         ),

@@ -179,7 +179,11 @@ def build(kind: Any, data: Any, path: str = "", origin: Origin = lambda path, *_
             return data
         raise _wrong(kind, data, path, origin, did_you_mean(str(data), args))
     if container is tuple and isinstance(data, list | tuple):
-        return tuple(build(args[0], item, _join(path, i), origin) for i, item in enumerate(data))
+        items = tuple(build(args[0], item, _join(path, i), origin) for i, item in enumerate(data))
+        if typing.get_origin(args[0]) is Literal and (twice := [item for item in items if items.count(item) > 1]):
+            rule, seen, where = f"`{path}` must have each of its words once.", f"{twice[0]} twice", origin(path)
+            raise UserError(rule, seen=seen, where=where, fix="leave one of them out")
+        return items
     if container and container is not tuple and isinstance(data, Mapping):
         return FrozenMap({str(key): build(args[1], item, _join(path, key), origin) for key, item in data.items()})
     if kind in (None, type(None)) and data is None:
