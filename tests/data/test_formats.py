@@ -327,6 +327,12 @@ def test_numbers_of_records(tmp_path):
     )
 
 
+def test_a_table_with_tabs_by_a_name_in_capitals(tmp_path):
+    (tmp_path / "IN.TSV").write_text("id\ttext\n1\ta, b\n")
+    store = tokens_of(tmp_path / "IN.TSV", tmp_path / "out")
+    assert store.tokenizer().decode(store.document(0)) == "a, b<|endoftext|>"
+
+
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n'])
 def test_an_empty_corpus(tmp_path, content):
     (tmp_path / "in.jsonl").write_bytes(content)

@@ -122,7 +122,7 @@ def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
     csv.field_size_limit(sys.maxsize)
     with Stream(url) as stream:
         text = io.TextIOWrapper(io.BufferedReader(RawFile(stream)), encoding="utf-8-sig", newline="")
-        rows = csv.DictReader(text, delimiter="\t" if plain_name(name).endswith(".tsv") else ",", strict=True)
+        rows = csv.DictReader(text, delimiter="\t" if plain_name(name).lower().endswith(".tsv") else ",", strict=True)
 
         def records():
             try:
