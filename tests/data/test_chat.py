@@ -204,6 +204,12 @@ def test_a_tokenizer_without_markers_writes_them_out(path):
     assert np.count_nonzero(store.loss_mask(0, store.num_tokens)) > 0
 
 
+def test_texts_hold_no_conversations(tmp_path):
+    (tmp_path / "in.txt").write_text("a")
+    with pytest.raises(UserError, match=r"Conversations can be read only from records.*\n.*\n  where: --chat"):
+        tokenize(tmp_path / "in.txt", tmp_path / "store", use_bytes=True, chat=True)
+
+
 @pytest.mark.slow
 def test_prompts_are_tokens_that_a_run_reads(path):
     store = chat_store(path)

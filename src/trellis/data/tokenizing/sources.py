@@ -70,13 +70,18 @@ class FileSource:
                 fix="leave it out, or use --format text",
             )
 
-        if self.field is not None and self.files and all(self._format(file) == "text" for file in self.files):
+        if self.field is not None and self.all_text:
             raise UserError(
                 "A field can be used only with records: text files have none.",
                 seen=f"{self.field}, and {len(self.files)} text file{'s' * (len(self.files) > 1)}",
                 where="--field",
                 fix="leave it out, or set the format of the files, as in --format jsonl",
             )
+
+    @property
+    def all_text(self) -> bool:
+        """Whether there are files, and all of them are texts."""
+        return bool(self.files) and all(self._format(file) == "text" for file in self.files)
 
     @property
     def text_field(self) -> str:

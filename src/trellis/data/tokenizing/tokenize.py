@@ -107,6 +107,13 @@ def tokenize(
         )
     if not hasattr(source, "blocks"):
         source = FileSource(files=find_files(source))
+    if chat and isinstance(source, FileSource) and source.all_text:
+        raise UserError(
+            "Conversations can be read only from records: text files have none.",
+            seen=f"{len(source.files)} text file{'s' * (len(source.files) > 1)}",
+            where="--chat",
+            fix="leave it out, or set the format of the files, as in --format jsonl",
+        )
     if chat and isinstance(source, FileSource | DatasetSource) and source.field is None:
         source = dataclasses.replace(source, field="messages")
     check_outside(source.files, out)
