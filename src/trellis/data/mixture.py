@@ -105,14 +105,7 @@ class Mixture:
                 where="Mixture.stores",
                 fix="tokenize all of them with the tokenizer.json of one",
             )
-        if self.block < len(self.stores) ** 2:
-            raise UserError(
-                "A block of a mixture needs at least as many rows as the square of its number of sources.",
-                seen=f"{self.block} rows for {len(self.stores)} sources",
-                where="Mixture.block",
-                fix=f"use {len(self.stores) ** 2} or more",
-            )
-        check_block(self.block, "Mixture.block")
+        check_block(self.block, len(self.stores), "Mixture.block")
 
     @property
     def schedule(self) -> list[tuple[int, Weights]]:
@@ -172,12 +165,19 @@ class Mixture:
         }
 
 
-def check_block(rows: int, where: str) -> None:
-    """Refuses a block whose order takes too much memory.
+def check_block(rows: int, sources: int, where: str) -> None:
+    """Refuses a block that is too short for its sources, or whose order takes too much memory.
 
     Raises:
-        UserError: it has too many rows.
+        UserError: it has too few rows, or too many.
     """
+    if rows < sources**2:
+        raise UserError(
+            "A block of a mixture needs at least as many rows as the square of its number of sources.",
+            seen=f"{rows} rows for {sources} sources",
+            where=where,
+            fix=f"use {sources**2} or more",
+        )
     if rows > _MOST_ROWS:
         raise UserError(
             "The order of a mixture's block must fit in memory.",

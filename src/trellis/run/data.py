@@ -92,7 +92,7 @@ class MixtureSource:
 
     def __post_init__(self):
         at_least(1, block=self.block)
-        check_block(self.block, "block")
+        check_block(self.block, len(self.parts), "block")
         names = [part.name for part in self.parts]
         if not names or len(set(names)) < len(names):
             raise UserError(
