@@ -109,10 +109,19 @@ def change(**fields):
             ],
         ),
         (
+            lambda: change(name="a\n"),
+            [
+                "A run's name must have 1 to 60 printable characters and no slash: it names the folder.",
+                "'a\\n', 2 characters",
+                "name",
+                "use a word, as in starter; --run-dir sets where the folder is",
+            ],
+        ),
+        (
             lambda: change(name="a/b"),
             [
-                "A run's name must have 1 to 60 characters and no slash: the folder is named after it.",
-                "`a/b`, 3 characters",
+                "A run's name must have 1 to 60 printable characters and no slash: it names the folder.",
+                "'a/b', 3 characters",
                 "name",
                 "use a word, as in starter; --run-dir sets where the folder is",
             ],

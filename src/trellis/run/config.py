@@ -292,10 +292,10 @@ class Run:
         return self.microbatches or 1
 
     def _check_name(self) -> None:
-        if not self.name or "/" in self.name or len(self.name) > _LONGEST_NAME:
+        if not (self.name and self.name.isprintable()) or "/" in self.name or len(self.name) > _LONGEST_NAME:
             raise UserError(
-                f"A run's name must have 1 to {_LONGEST_NAME} characters and no slash: the folder is named after it.",
-                seen=f"`{self.name[:_LONGEST_NAME]}`, {len(self.name)} characters",
+                f"A run's name must have 1 to {_LONGEST_NAME} printable characters and no slash: it names the folder.",
+                seen=f"{self.name[:_LONGEST_NAME]!r}, {len(self.name)} characters",
                 where="name",
                 fix="use a word, as in starter; --run-dir sets where the folder is",
             )
