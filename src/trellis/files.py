@@ -118,6 +118,11 @@ def load_yaml(text: str) -> Any:
         raise yaml.YAMLError("lists or mappings are nested too deeply") from None
 
 
+def yaml_problem(error: Exception) -> str:
+    """What PyYAML says is wrong with a text, in a line; the text is no file to it, and has no name."""
+    return " ".join(str(error).split()).replace('in "<unicode string>", line', "in line")
+
+
 @functools.cache
 def _strict(loader: Any) -> Any:
     """A loader that refuses a key that occurs twice in a mapping, where PyYAML's own would take the last, and the

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from trellis.files import load_yaml
+from trellis.files import load_yaml, yaml_problem
 
 GOOD = (
     "a: [1, 2.5, null]\nb: {c: .inf}",
@@ -45,6 +45,7 @@ def test_what_stands_twice_is_refused_with_its_line():
     with pytest.raises(yaml.YAMLError, match="`steps` is written twice") as error:
         load_yaml("mesh: {data: 2}\nsteps: 3\nsteps: 5\n")
     assert "line 3, column 1" in str(error.value)
+    assert yaml_problem(error.value) == "`steps` is written twice in line 3, column 1: steps: 5 ^"
 
 
 @pytest.mark.parametrize("text, value", [("010", 8), ("-0_17", -15), ("1:30", 90), ("1:30.5", 90.5)])

@@ -11,7 +11,7 @@ from trellis.figures.html import join, section, table, tag
 from trellis.figures.numbers import count, duration
 from trellis.figures.terminal import sparkline
 from trellis.figures.text import aligned
-from trellis.files import load_yaml
+from trellis.files import load_yaml, yaml_problem
 from trellis.pages.charts import Chart, Series, draw
 from trellis.pages.read import RunFolder
 from trellis.pages.style import CSS
@@ -85,7 +85,7 @@ def _fields(run: RunFolder) -> Mapping[str, Any]:
     try:
         found = load_yaml(run.run) or {}
     except yaml.YAMLError as error:
-        found = " ".join(str(error).split())
+        found = yaml_problem(error)
     if not isinstance(found, Mapping):
         fix = "use the copy that is in each checkpoint"
         raise UserError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from trellis.errors import UserError, did_you_mean
-from trellis.files import load_yaml, typed
+from trellis.files import load_yaml, typed, yaml_problem
 from trellis.models import FAMILIES
 from trellis.run.config import Run
 from trellis.run.layouts import AXES
@@ -151,7 +151,7 @@ def read_yaml(path: Path) -> dict:
         fix = "use the path of a YAML file, or the name of a recipe: `trellis recipes`"
         raise UserError("A run's file must be readable.", seen=error.strerror, where=str(path), fix=fix) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        seen = " ".join(str(error).split())
+        seen = yaml_problem(error)
         fix = _from_checkpoint(path.parent) or "correct that line"
         raise UserError("A run's file must be valid YAML.", seen=seen, where=str(path), fix=fix) from None
     if not isinstance(found, dict):

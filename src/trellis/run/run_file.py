@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from trellis.errors import UserError
-from trellis.files import load_yaml, write_whole
+from trellis.files import load_yaml, write_whole, yaml_problem
 from trellis.run.config import Run
 from trellis.run.schema import build, plain
 
@@ -43,7 +43,7 @@ def read_run(path: Path) -> Run:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(
             "A run's file must be valid YAML.",
-            seen=" ".join(str(error).split()),
+            seen=yaml_problem(error),
             where=str(path),
             fix="use the copy that is in each checkpoint",
         ) from None
