@@ -25,6 +25,7 @@ def test_overview_lists_what_is_there(capsys):
     for name in line.commands():
         assert f"\n  {name} " in out
     assert run(capsys, "--help") == run(capsys, "help") == (0, out, "")
+    assert run(capsys, "help", "watch") == run(capsys, "watch", "--help") != (0, out, "")
 
 
 @pytest.mark.parametrize("name", line.commands())

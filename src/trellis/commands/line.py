@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     try:
+        if arguments[:1] == ["help"] and len(arguments) > 1:  # of a command
+            return _run(arguments[1], ["--help"])
         if not arguments or arguments[0] in ("--help", "-h", "help"):
             print(_overview())
             return 0
