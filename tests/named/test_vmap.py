@@ -372,6 +372,29 @@ def test_what_is_sorted_in_a_map_is_the_same_where_it_is_kept_for_the_backward_p
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "one",
+    [
+        lambda row: row.take_along("e", row.argsort("e")),
+        lambda row: row.sort("e", descending=True),
+        lambda row: row.top_k("e", 2)[0],
+    ],
+    ids=["argsort", "sort", "top_k"],
+)
+def test_what_sorts_in_a_map_over_slices_has_derivatives_of_derivatives(one):
+    x = tr.named(np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32), "b e")
+
+    def changes(x):
+        loss = lambda x: (tr.vmap(one, "b")(x * x) ** 2.0).max("b").sum()
+        return jax.jvp(tr.grad(loss), (x,), (x,))
+
+    expected = changes(x)
+    with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):
+        found = tr.named_jit(changes)(x)
+    for one_device, sliced in zip(expected, found, strict=True):
+        np.testing.assert_allclose(sliced, one_device, rtol=1e-5)
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_table_that_a_map_in_a_map_closes_over_is_gathered_as_the_ledger_says(merged):
     """At rest in slices over both maps' mesh axes: the compiler gathered it, and the ledger had nothing."""

@@ -146,9 +146,14 @@ def _sorted_jvp(descending: bool, axis: int, values, changes):
     assumes a mapped dimension of a rule's value to be where it is in the function's.
     """
     (a,), (change,) = values, changes
-    places = jnp.argsort(a, axis=axis, descending=descending)
+    places = _places(a, axis, descending=descending)
     moved = jnp.take_along_axis(change, places, axis=axis) if jnp.issubdtype(a.dtype, jnp.inexact) else change
-    return jnp.sort(a, axis=axis, descending=descending), moved
+    return _sorted(descending, a, axis), moved
+
+
+def _places(a, axis: int, *, descending: bool = False):
+    """The positions that sort, which have no derivative: JAX's own fails in a mapped function over slices."""
+    return jnp.argsort(jax.lax.stop_gradient(a), axis=axis, descending=descending)
 
 
 def argsort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
@@ -159,7 +164,7 @@ def argsort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArr
     Moves: an all-gather along the name where it is sliced.
     """
     refuse_keys((x,), "argsort")
-    return apply_along(jnp.argsort, x, along, local=True, descending=descending)
+    return apply_along(_places, x, along, name="argsort", local=True, descending=descending)
 
 
 def flip(x: NamedArray, along: Name) -> NamedArray:
@@ -246,7 +251,7 @@ def top_k(x: NamedArray, along: Name, k: int, *, new_name: Name | None = None) -
         if not sliced:
             return tuple(jnp.moveaxis(a, -1, i) for a in jax.lax.top_k(jnp.moveaxis(array, i, -1), k))
         # XLA gathers slices that its own `top_k` is mapped over, and leaves those of a sort where they are.
-        places = jnp.argsort(jax.lax.stop_gradient(array), axis=i, descending=True).astype(jnp.int32)
+        places = _places(array, i, descending=True).astype(jnp.int32)
         places = jax.lax.slice_in_dim(places, 0, k, axis=i)
         return jnp.take_along_axis(array, places, axis=i), places
 
