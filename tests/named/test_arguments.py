@@ -21,6 +21,9 @@ WRONG = {
     "widths without names": (lambda: tr.pad(X, 2), r"pad takes a dict with names as keys, got 2, in pad: .*\{'pos'"),
     "one width": (lambda: tr.pad(X, {"embed": 1}), r"pad takes names, got 1, in pad: write pad"),
     "the order in roll": (lambda: tr.roll(X, "embed", "embed"), r"roll takes a whole number, got 'embed'"),
+    "a shift with a fraction": (lambda: tr.roll(X, X.max(), "embed"), r"roll takes a whole number, got f32\[\]"),
+    "a value for each": (lambda: tr.pad(X, {"embed": (0, 1)}, value=X["embed", 0]), r"pad takes single numbers, got"),
+    "a first value for each": (lambda: X.max("embed", initial=X["embed", 0]), r"max takes single numbers, got init"),
     "names for rename": (lambda: X.rename("embed"), r"rename takes a dict with names as keys, got 'embed', .*\{'old'"),
     "no names": (lambda: X.transpose(None), r"transpose takes names, got None, in transpose: write"),
     "names to merge": (lambda: tr.merge_axes(X, 3, "both"), r"merge_axes takes names, got 3"),
@@ -210,3 +213,26 @@ def test_what_takes_one_number_refuses_others(value):
     ):
         with pytest.raises(tr.NamesError, match=r"(full|linspace|arange) takes single numbers, got (value|st\w+)="):
             make()
+
+
+NUMBERS = {
+    "pad": lambda number, x: tr.pad(x, {"embed": (1, 1)}, value=number),
+    "max": lambda number, x: x.max("batch", initial=number),
+    "nanmin": lambda number, x: x.nanmin("embed", initial=number),
+    "elu": lambda number, x: tr.elu(x, number),
+    "celu": lambda number, x: tr.celu(x, number),
+    "squareplus": lambda number, x: tr.squareplus(x, number),
+    "leaky_relu": lambda number, x: tr.leaky_relu(x, number * tr.arange(x.axis("embed")).astype("float32")),
+    "roll": lambda number, x: tr.roll(x, tr.rint(number).astype("int32"), "embed") * number,
+}
+
+
+@pytest.mark.parametrize("operation", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_beside_an_array_may_be_named_and_has_a_gradient(operation):
+    number, x = tr.named(jnp.float32(0.7), ""), tr.named(jax.random.normal(jax.random.key(0), (8, 6)), "batch embed")
+    value_of = lambda number: (operation(number, x) ** 2.0).sum()
+    expected = jax.value_and_grad(lambda number: (operation(number, x).array ** 2).sum())(number.array)
+    with tr.Layout(tr.make_mesh(data=4, model=2), compute={"batch": "data", "embed": "model"}):
+        found = tr.named_jit(tr.value_and_grad(value_of))(number)
+    for sliced, plain in zip(found, expected, strict=True):
+        np.testing.assert_allclose(sliced, plain, rtol=1e-5)

@@ -3,6 +3,8 @@
 Each keeps names, sizes and sharding, moves nothing, and refuses partial sums. Plain arrays are taken, too.
 """
 
+from collections.abc import Callable
+
 import jax
 
 from trellis.named.arguments import shown
@@ -10,6 +12,13 @@ from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.backend import keeps_operand, rounded_once
 from trellis.named.elementwise import by_name
+
+
+def _with(fn: Callable, x, number, what: str) -> NamedArray:
+    """An activation with a number of its own, which may be learned: a named array, whose names `x` has."""
+    if isinstance(number, NamedArray):
+        return by_name(rounded_once(fn), x, number, name=what)
+    return by_name(rounded_once(lambda a: fn(a, number)), x, name=what)
 
 
 def relu(x) -> NamedArray:
@@ -62,14 +71,14 @@ def swish(x) -> NamedArray:
     return by_name(rounded_once(jax.nn.swish), x)
 
 
-def elu(x, alpha: float = 1.0) -> NamedArray:
+def elu(x, alpha: float | NamedArray = 1.0) -> NamedArray:
     """`x` where positive, else `alpha * (exp(x) - 1)` (Clevert et al., 2015, arXiv:1511.07289).
 
     Names: those of `x`.
     Gradient: elementwise; nothing moves.
     Moves: nothing.
     """
-    return by_name(rounded_once(lambda a: jax.nn.elu(a, alpha)), x, name="elu")
+    return _with(jax.nn.elu, x, alpha, "elu")
 
 
 def selu(x) -> NamedArray:
@@ -82,14 +91,14 @@ def selu(x) -> NamedArray:
     return by_name(rounded_once(jax.nn.selu), x)
 
 
-def celu(x, alpha: float = 1.0) -> NamedArray:
+def celu(x, alpha: float | NamedArray = 1.0) -> NamedArray:
     """`elu` with a continuous derivative (Barron, 2017, arXiv:1704.07483).
 
     Names: those of `x`.
     Gradient: elementwise; nothing moves.
     Moves: nothing.
     """
-    return by_name(rounded_once(lambda a: jax.nn.celu(a, alpha)), x, name="celu")
+    return _with(jax.nn.celu, x, alpha, "celu")
 
 
 def softplus(x) -> NamedArray:
@@ -183,24 +192,24 @@ def gelu(x, approximate: bool = True) -> NamedArray:
     return by_name(_gelu_by_tanh if approximate else _gelu, x, name="gelu")
 
 
-def leaky_relu(x, negative_slope: float = 0.01) -> NamedArray:
+def leaky_relu(x, negative_slope: float | NamedArray = 0.01) -> NamedArray:
     """`x` where positive, else `negative_slope * x`.
 
     Names: those of `x`.
     Gradient: elementwise; nothing moves.
     Moves: nothing.
     """
-    return by_name(rounded_once(lambda a: jax.nn.leaky_relu(a, negative_slope)), x, name="leaky_relu")
+    return _with(jax.nn.leaky_relu, x, negative_slope, "leaky_relu")
 
 
-def squareplus(x, b: float = 4.0) -> NamedArray:
+def squareplus(x, b: float | NamedArray = 4.0) -> NamedArray:
     """`(x + sqrt(x ** 2 + b)) / 2` (Barron, 2021, arXiv:2112.11687).
 
     Names: those of `x`.
     Gradient: elementwise; nothing moves.
     Moves: nothing.
     """
-    return by_name(rounded_once(lambda a: jax.nn.squareplus(a, b)), x, name="squareplus")
+    return _with(jax.nn.squareplus, x, b, "squareplus")
 
 
 _mish = rounded_once(keeps_operand(jax.nn.mish))

@@ -57,6 +57,18 @@ def number_of(value: Any, option: str, what: str, fix: str) -> float:
         ) from error
 
 
+def numbers_of(what: str, fix: str, **given) -> list:
+    """Single numbers, of which some may be named arrays without names.
+
+    Raises:
+        NamesError: one has dimensions, or is no number.
+    """
+    for word, value in given.items():
+        if value is None or isinstance(value, str) or np.ndim(value):
+            raise NamesError(f"{what} takes single numbers, got {word}={shown(value)}, in {what}: {fix}")
+    return [getattr(value, "array", value) for value in given.values()]
+
+
 def cap_of(value: Any, what: str, fix: str) -> float | None:
     """Takes only a soft cap that can be one, as `number_of` does, or None for none.
 

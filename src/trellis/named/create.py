@@ -10,7 +10,7 @@ from trellis._compat import is_tracer
 from trellis.mesh.dealing import deal, places_dealt
 from trellis.mesh.layout import Layout, current_layout
 from trellis.named import backend
-from trellis.named.arguments import refuse_keys, shown
+from trellis.named.arguments import numbers_of, refuse_keys, shown
 from trellis.named.array import NamedArray, named
 from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of
 from trellis.named.binary import equal, greater_equal, less_equal
@@ -42,18 +42,6 @@ def _make(fn: Callable, axes: Axes, what: str) -> NamedArray:
 _FOR_EACH = "take one of them, or map over a name with vmap"
 
 
-def _numbers(what: str, fix: str, **given) -> list:
-    """Single numbers, of which some may be named arrays without names.
-
-    Raises:
-        NamesError: one has dimensions, or is no number.
-    """
-    for word, value in given.items():
-        if value is None or isinstance(value, str) or np.ndim(value):
-            raise NamesError(f"{what} takes single numbers, got {word}={shown(value)}, in {what}: {fix}")
-    return [v.array if isinstance(v, NamedArray) else v for v in given.values()]
-
-
 def full(axes: Axes, value, dtype=None) -> NamedArray:
     """An array of one value: `full({"batch": 4, "embed": 8}, 1.0)`.
 
@@ -64,7 +52,7 @@ def full(axes: Axes, value, dtype=None) -> NamedArray:
     Raises:
         NamesError: `value` is not a single number.
     """
-    (value,) = _numbers("full", "use broadcast_to", value=value)
+    (value,) = numbers_of("full", "use broadcast_to", value=value)
 
     def make(shape, spec):
         x = jnp.asarray(value, dtype)
@@ -117,7 +105,7 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
         NamesError: `start` or `step` is not a single number, or is a float while `dtype` is one of whole numbers.
     """
     axis = _one_axis(axis, "arange")
-    start, step = _numbers("arange", _FOR_EACH, start=start, step=step)
+    start, step = numbers_of("arange", _FOR_EACH, start=start, step=step)
     refuse_cut((axis.name,), "arange")
     slices = slices_dealt(axis.name, axis.size, "arange")
 
@@ -148,7 +136,7 @@ def linspace(axis: Axis, *, start=0.0, stop=1.0, dtype=jnp.float32) -> NamedArra
     """
     axis = _one_axis(axis, "linspace")
     refuse_cut((axis.name,), "linspace")
-    start, stop = _numbers("linspace", _FOR_EACH, start=start, stop=stop)
+    start, stop = numbers_of("linspace", _FOR_EACH, start=start, stop=stop)
     spec = layout_spec((axis.name,), (axis.size,))
     values = jnp.linspace(start, stop, axis.size, dtype=dtype)
     if slices := slices_dealt(axis.name, axis.size, "linspace"):

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trellis._compat import is_tracer
-from trellis.mesh.manual.take import is_narrow
-from trellis.named.arguments import count_of, mapping_of, names_of, refuse_keys
+from trellis.named.arguments import count_of, mapping_of, names_of, numbers_of, refuse_keys
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, NamesError, name_of
+from trellis.named.elementwise import where
 from trellis.named.index import positions, single
 from trellis.named.operand import (
     check_contained,
@@ -153,6 +154,7 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
         NamesError: a name is absent, or a width is negative.
         PendingSumError: `x` holds partial sums and `value` is not 0.
     """
+    (value,) = numbers_of("pad", "pass one, or join what differs with concatenate", value=value)
     zero = isinstance(value, int | float) and value == 0
     x = operand(x, "pad with another value than 0", pending=zero)
     refuse_keys((x,), "pad")
@@ -166,11 +168,14 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
             f"{typeof(x)}, in pad: write {{'{wrong[0]}': (1, 0)}}"
         )
     x = whole(x, tuple(along), "pad")
-    fill = jnp.asarray(value, x.dtype)
-    # The gradient of a fill is the sum of all, less the sum of what was there: too much for 16 bits.
-    wide = jnp.float32 if is_tracer(value) and is_narrow(fill) else x.dtype
     width = [(*along.get(n, (0, 0)), 0) for n in x.names]
-    out = jax.lax.pad(x.array.astype(wide), fill.astype(wide), width).astype(x.dtype)
+    fill = jnp.asarray(value, x.dtype)
+    # JAX (0.10.2) makes the gradient of a fill from that of `x`, and fails if there is none; ours is a sum of its own.
+    learned = is_tracer(value)
+    out = jax.lax.pad(x.array, jnp.zeros((), x.dtype) if learned else fill, width)
+    if learned:
+        there = jax.lax.pad(jnp.ones_like(x.array, dtype=bool), np.False_, width)
+        out = where(x.with_array(there), x.with_array(out), fill).array
     padded = x.with_array(out)
     return padded if state_of(out).pending else settle_selected(padded, tuple(along))
 
@@ -183,7 +188,8 @@ def roll(x: NamedArray, shift: int, name: Name) -> NamedArray:
     Moves: an all-gather along the name where it is sliced.
     """
     x = operand(x, "roll")
-    if not isinstance(shift, jax.Array) or shift.ndim:
+    shift = getattr(shift, "array", shift)
+    if not isinstance(shift, jax.Array) or shift.ndim or not jnp.issubdtype(shift.dtype, jnp.integer):
         shift = count_of(shift, "roll", "write roll(x, 1, 'pos')")
     name = x.names[x.index(name)]
     refuse_cut((name,), "roll")

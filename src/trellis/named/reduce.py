@@ -14,7 +14,7 @@ import numpy as np
 from trellis.mesh.manual.ops import mark_pending
 from trellis.mesh.manual.take import is_narrow
 from trellis.named import backend
-from trellis.named.arguments import dtypes_of_jax, ordered, slices_of_jax
+from trellis.named.arguments import dtypes_of_jax, number_of, numbers_of, ordered, slices_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError, once
 from trellis.named.operand import check_sizes, on_one_mesh, operand, refuse_cut, refuse_dealt, refuse_others
@@ -193,7 +193,7 @@ def max(x, over: Names | None = None, *, where: NamedArray | None = None, initia
     """
     ordered(x, "max")
     fn = functools.partial(_attained, jnp.max)
-    return reduction(fn, x, over, where=where, name="max", initial=_least(x, where, initial, -1))
+    return reduction(fn, x, over, where=where, name="max", initial=_least(x, where, initial, -1, "max"))
 
 
 def min(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
@@ -206,7 +206,7 @@ def min(x, over: Names | None = None, *, where: NamedArray | None = None, initia
     """
     ordered(x, "min")
     fn = functools.partial(_attained, jnp.min)
-    return reduction(fn, x, over, where=where, name="min", initial=_least(x, where, initial, 1))
+    return reduction(fn, x, over, where=where, name="min", initial=_least(x, where, initial, 1, "min"))
 
 
 def _attained(fn: Callable, array, axis: tuple[int, ...] | None = None, where=None, initial=None):
@@ -260,7 +260,8 @@ def var(x, over: Names | None = None, *, where: NamedArray | None = None, ddof: 
     Gradient: elementwise, through the mean, too; an all-reduce where a name in `over` is sliced.
     Moves: an all-reduce where a name in `over` is sliced.
     """
-    return reduction(jnp.var, x, over, where=where, ddof=ddof)
+    known = number_of(ddof, "ddof", "var", "pass 0 or 1")
+    return reduction(jnp.var, x, over, where=where, ddof=known)
 
 
 def std(x, over: Names | None = None, *, where: NamedArray | None = None, ddof: int = 0) -> NamedArray:
@@ -270,7 +271,8 @@ def std(x, over: Names | None = None, *, where: NamedArray | None = None, ddof: 
     Gradient: elementwise, through the mean, too; an all-reduce where a name in `over` is sliced.
     Moves: an all-reduce where a name in `over` is sliced.
     """
-    return reduction(jnp.std, x, over, where=where, ddof=ddof)
+    known = number_of(ddof, "ddof", "std", "pass 0 or 1")
+    return reduction(jnp.std, x, over, where=where, ddof=known)
 
 
 def logsumexp(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
@@ -312,7 +314,7 @@ def nanmax(x, over: Names | None = None, *, where: NamedArray | None = None, ini
     Moves: an all-reduce where a name in `over` is sliced.
     """
     ordered(x, "nanmax")
-    return reduction(jnp.nanmax, x, over, where=where, initial=_least(x, where, initial, -1))
+    return reduction(jnp.nanmax, x, over, where=where, initial=_least(x, where, initial, -1, "nanmax"))
 
 
 def nanmin(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
@@ -324,7 +326,7 @@ def nanmin(x, over: Names | None = None, *, where: NamedArray | None = None, ini
     Moves: an all-reduce where a name in `over` is sliced.
     """
     ordered(x, "nanmin")
-    return reduction(jnp.nanmin, x, over, where=where, initial=_least(x, where, initial, 1))
+    return reduction(jnp.nanmin, x, over, where=where, initial=_least(x, where, initial, 1, "nanmin"))
 
 
 def count_nonzero(x, over: Names | None = None) -> NamedArray:
@@ -337,8 +339,10 @@ def count_nonzero(x, over: Names | None = None) -> NamedArray:
     return reduction(jnp.count_nonzero, x, over)
 
 
-def _least(x, where, initial, sign: int):
+def _least(x, where, initial, sign: int, what: str):
     """What a largest or smallest value starts from if there may be none (a mask, or a size of 0)."""
+    if initial is not None:
+        (initial,) = numbers_of(what, f"take the {what} first, and maximum or minimum with it", initial=initial)
     if initial is not None or (where is None and 0 not in np.shape(getattr(x, "array", x))):
         return initial
     if jnp.issubdtype(x.dtype, jnp.floating):

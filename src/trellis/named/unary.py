@@ -6,6 +6,7 @@ Each keeps names, sizes and sharding, moves nothing, and refuses partial sums. P
 import jax
 import jax.numpy as jnp
 
+from trellis.named.arguments import count_of
 from trellis.named.array import NamedArray
 from trellis.named.elementwise import by_name
 from trellis.named.operand import operand
@@ -378,6 +379,7 @@ def round(x, decimals: int = 0) -> NamedArray:
     Gradient: zero; nothing moves.
     Moves: nothing.
     """
+    decimals = count_of(decimals, "round", "write round(x, 2)")
     return by_name(lambda a: jnp.round(a, decimals), x, name="round")
 
 
