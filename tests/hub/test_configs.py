@@ -305,3 +305,11 @@ def test_scores_of_a_deepseek_that_grow_without_yarn():
     assert read("deepseek_v3", plain | {"rope_parameters": rope}).rope_scaling == LinearScaling(factor=2.0)
     error = refused("deepseek_v3", plain | {"rope_parameters": rope | {"mscale_all_dim": 0.7}})
     assert error.seen == "mscale_all_dim: 0.7, rope_type: linear"
+
+
+def test_a_gpt_oss_whose_layers_are_no_pairs():
+    """With or without `layer_types`, which alternate however many layers there are."""
+    odd = {**contents("gpt_oss"), "num_hidden_layers": 3}
+    for kinds in (None, ["sliding_attention", "full_attention", "sliding_attention"]):
+        error = refused("gpt_oss", odd | {"layer_types": kinds})
+        assert error.rule.startswith("`layers` must be even") and error.seen == "layers=3"

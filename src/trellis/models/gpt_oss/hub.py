@@ -38,7 +38,7 @@ _KEYS = {path: key for path, key in KEYS.items() if ".block." not in path} | {
 
 
 def _kinds(layers: int) -> list[str]:
-    return ["sliding_attention", "full_attention"] * (layers // 2)
+    return [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
 
 
 def _to_hub(config: GptOssConfig, positions: int) -> dict:
