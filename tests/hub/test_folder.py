@@ -306,6 +306,29 @@ def test_refused_folders(good, tmp_path):
         refused("The folder's .json files must be valid JSON, an object each.")
 
 
+def test_weights_that_are_not_finite(good):
+    """In the folder, or in the type that they are to have here."""
+    target = jax.eval_shape(lambda: CONFIGS["llama"].init(key=jax.random.key(0)))
+    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16), target)
+    weights, name = good / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    arrays = load_file(weights)
+
+    def refused(number, like):
+        changed = arrays[name].copy()
+        changed[2, 3] = number
+        save_file(arrays | {name: changed}, weights)
+        with pytest.raises(UserError, match=r"^Imported weights must be finite\.") as error:
+            Folder(good, FAMILIES).load(like)
+        assert error.value.where == str(weights)
+        return error.value
+
+    seen = f"1 of {arrays[name].size} numbers of {name} are not finite in"
+    assert refused(np.nan, target).seen == f"{seen} float32, such as nan"
+    assert refused(-np.inf, target).seen == f"{seen} float32, such as -inf"
+    large = refused(1e6, half)
+    assert large.seen == f"{seen} float16, such as inf" and "--precision.params float32" in large.fix
+
+
 @pytest.mark.parametrize("damage", ["short", "shared", "negative", "text", "shape"])
 def test_a_header_that_contradicts_itself(good, damage):
     """Its tensor's numbers would be those of another."""

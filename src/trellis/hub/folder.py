@@ -97,8 +97,8 @@ class Folder:
             model: the model as `jax.ShapeDtypeStruct`s with shardings, or as arrays.
 
         Raises:
-            UserError: a parameter is not in the folder, or has another shape there; or the folder has tensors that
-                belong to no parameter.
+            UserError: a parameter is not in the folder, or has another shape there, or is not finite; or the folder has
+                tensors that belong to no parameter.
         """
 
         keys = self.family.keys_of(self.config)
@@ -122,7 +122,9 @@ class Folder:
             text = key.name(at)
             tensor = self._tensor(text, key.shape(sizes))
             real = {n: slice(min(s.start, sizes[n]), min(s.stop, sizes[n])) for n, s in part.items()}
-            array = np.asarray(key.read(tensor, sizes, own, real), leaf.dtype)
+            with np.errstate(over="ignore"):
+                array = np.asarray(key.read(tensor, sizes, own, real), leaf.dtype)
+            self._check_finite(text, array)
             missing = [(0, (part[n].stop - part[n].start) - have) for n, have in zip(own, array.shape, strict=True)]
             return np.pad(array, missing) if any(after for _, after in missing) else array
 
@@ -220,6 +222,19 @@ class Folder:
                 fix="use config.json and weights of one model",
             )
         return tensor
+
+    def _check_finite(self, text: str, array: np.ndarray) -> None:
+        """Refuses numbers that are not finite, or not in the type of our parameter: no loss of theirs is a number."""
+        finite = np.isfinite(array)
+        if not finite.all():
+            raise UserError(
+                "Imported weights must be finite.",
+                seen=f"{array.size - np.count_nonzero(finite)} of {array.size} numbers of {text} are not finite in "
+                f"{array.dtype}, such as {array[~finite][0]}",
+                where=str(self.path / self._place[self._find(text)[0]]),
+                fix="download or export them again"
+                + (", or use --precision.params float32" if array.dtype == np.float16 else ""),
+            )
 
     def _weight_map(self) -> dict[str, str]:
         if (self.path / INDEX).is_file():
