@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import os
 import pathlib
+import sys
 import threading
 
 from tests.compiler import quick_flags
@@ -26,6 +27,10 @@ import pytest
 from jax._src.interpreters import mlir
 
 os.environ.setdefault("TRELLIS_CHECK", "1")  # annotations hold in every test
+# Python keeps what it makes of a module, also where the environment says that it shall not: every process would make it
+# of all of Trellis again, in 0.8 s of processor, and every process of the tests of all tests, in 6 s.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 gc.disable()  # until tests are collected: what is imported stays, and looking through it for garbage takes seconds
 jax.config.update("jax_platforms", "cpu")  # also where a GPU, or libtpu for compiling ahead of time, is installed
 jax.config.update("jax_num_cpu_devices", 8)
