@@ -102,6 +102,15 @@ def test_memory_of_recipes_beside_compilers():
     assert {row.split()[0] for row in rows} == {name for name in RECIPES if hardware_of(name)}
 
 
+def test_steps_scheduled_by_costs():
+    rows = (line.split() for line in (RESULTS / "schedules.txt").read_text().splitlines()[1:])
+    seconds = {row[0]: (f"{float(row[7]):.2f}", f"{float(row[3]):.2f}") for row in rows}
+    for name, other in (("mixtral_8x7b", "mixtral_8x7b_b200_32"), ("deepseek_v3", "deepseek_v3_b200_256")):
+        (costs, alone), (costs_b200, alone_b200) = seconds[name], seconds[other]
+        said = f"takes {costs} s instead of {alone} on H100s and {costs_b200} instead of {alone_b200} on B200s"
+        assert said in PLAN, said
+
+
 def test_every_picture_has_a_script():
     scripts = "".join(file.read_text() for folder in ("docs", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
     pictures = sorted((ROOT / "docs").rglob("*.png"))
