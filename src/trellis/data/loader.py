@@ -30,7 +30,7 @@ class Loader:
     """
 
     def __init__(self, batches: Batches, sharding, start_step: int = 0, prefetch: int = 2):
-        self._batches, self._sharding, self._step = batches, sharding, start_step
+        self._batches, self._sharding = batches, sharding
         self.wait_seconds = 0.0
         self._ready: queue.Queue = queue.Queue()
         self._room = threading.Semaphore(max(1, prefetch))

@@ -2,7 +2,7 @@
 
 from trellis.inspect.hlo import Instruction, Program
 
-# Names and views of what is there, loops and branches, and the ends of asynchronous pairs.
+# Names and views of what is there, loops and branches.
 NOTHING = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "add-dependency", "while", "conditional", "call", "iota",
