@@ -1,5 +1,6 @@
 """Sampling from a model: keys and values of earlier positions are kept, so each new token costs one position."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -186,11 +187,8 @@ def generate(
     stop = tuple(stop)
     rows = jnp.array([p + [0] * (padded - length) for p in prompts], jnp.int32)
     layout = _layout(current_layout(), len(prompts), model.layers.axis.name)
-    if layout is None:
+    with contextlib.nullcontext() if layout is None else layout:
         out = _program(model, rows, jnp.int32(length), key, new_tokens, sampling, stop, first)
-    else:
-        with layout:
-            out = _program(model, rows, jnp.int32(length), key, new_tokens, sampling, stop, first)
     return jax.device_get(out.addressable_data(0)).tolist()
 
 
