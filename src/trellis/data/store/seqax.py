@@ -113,25 +113,23 @@ def write_flat_tokens(store: TokenStore, path: str, *, split: str) -> None:
             compressors=blosc,
             filters=numcodecs.Delta(dtype="i8"),
         )
-    largest, at = 0, 0
+    largest, at, waiting = 0, 0, 0
     buffer: list[np.ndarray] = []
     for first in range(0, store.num_documents, CHUNK_STARTS):
         last = min(first + CHUNK_STARTS, store.num_documents)
         offsets = store.offsets(first, last + 1)
-        shift = drop * np.arange(first, last + 1)
-        starts[first : last + (last == store.num_documents)] = (offsets - shift).astype(np.uint64)[
-            : last - first + (last == store.num_documents)
-        ]
+        starts[first : last + 1] = (offsets - drop * np.arange(first, last + 1)).astype(np.uint64)
         for begin, end in zip(offsets[:-1], offsets[1:], strict=True):
             tokens = store.tokens(int(begin), int(end) - drop).astype(np.uint32) << np.uint32(1)
             if tokens.size:
                 tokens[0] |= np.uint32(1)
                 largest = max(largest, int(tokens.max() >> 1))
             buffer.append(tokens)
-            while sum(map(len, buffer)) >= CHUNK_TOKENS:
+            waiting += len(tokens)
+            while waiting >= CHUNK_TOKENS:
                 values = np.concatenate(buffer)
                 encoded[at : at + CHUNK_TOKENS] = values[:CHUNK_TOKENS]
-                buffer, at = [values[CHUNK_TOKENS:]], at + CHUNK_TOKENS
+                buffer, at, waiting = [values[CHUNK_TOKENS:]], at + CHUNK_TOKENS, waiting - CHUNK_TOKENS
     if buffer:
         encoded[at:] = np.concatenate(buffer)
     group.attrs["max_token_id"] = largest
