@@ -204,7 +204,7 @@ def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: 
             with _in_force(mesh):
                 traced = jax.jit(exported).trace(*shapes)
                 lowered = traced.lower(lowering_platforms=(platform,))
-    results = jax.tree_util.tree_leaves_with_path(traced.out_info, is_leaf=lambda x: hasattr(x, "names"))
+    results = jax.tree_util.tree_leaves_with_path(traced.out_info, is_leaf=is_named)
     if not results:
         raise UserError(
             "A function to prove must return arrays.",

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from trellis._compat import full_text
 from trellis.hardware.chips import Target
 from trellis.inspect.ledger import ledger_of
-from trellis.notation.typeof import typeof
+from trellis.notation.typeof import is_named, typeof
 from trellis.plan.adapt import adapt
 from trellis.plan.compile import Compiled, compiler_devices, platform_of_target
 from trellis.plan.prepared import Prepared, prepare
@@ -152,7 +152,7 @@ class Trial:
     def subject(self, reference: Reference) -> Subject:
         """What is to be proven: the step has the reference's results."""
         prepared, target = self.prepared, self.target
-        leaves = jax.tree.leaves(prepared.state, is_leaf=lambda x: hasattr(x, "names"))
+        leaves = jax.tree.leaves(prepared.state, is_leaf=is_named)
         types = [*map(typeof, leaves), *[""] * (len(reference.names) - len(leaves))]
         wanted = [
             Wanted(name, value, type, before, _OUTLIERS if name.startswith(("model.", "average.")) else 0.0)
