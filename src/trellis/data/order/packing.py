@@ -87,10 +87,9 @@ class PieceRows:
                 fix="wait until it is complete, or use packing chunk",
             )
         self.store, self.sequence_length = store, sequence_length
-        begins, lengths, first = [], [], [0]
-        step = PACK_DOCUMENTS
-        for start in range(0, store.num_documents, step):
-            stop = min(start + step, store.num_documents)
+        begins, lengths, counts = [], [], [[0]]
+        for start in range(0, store.num_documents, PACK_DOCUMENTS):
+            stop = min(start + PACK_DOCUMENTS, store.num_documents)
             piece_begins, piece_lengths = _pieces(store.offsets(start, stop + 1), sequence_length)
             if pack:
                 order, sizes = best_fit(piece_lengths, sequence_length)
@@ -98,9 +97,9 @@ class PieceRows:
                 order, sizes = np.arange(len(piece_begins)), np.ones(len(piece_begins), np.int64)
             begins.append(piece_begins[order])
             lengths.append(piece_lengths[order])
-            first.append(sizes)
+            counts.append(sizes)
         self._begins, self._lengths = np.concatenate(begins), np.concatenate(lengths)
-        self._first = np.cumsum(np.concatenate([np.atleast_1d(f) for f in first]))
+        self._first = np.cumsum(np.concatenate(counts))
 
     @property
     def num_rows(self) -> int:
