@@ -363,9 +363,30 @@ def test_devices_are_those_asked_for():
 def test_a_program_keeps_the_cpu_devices_that_it_asked_for(monkeypatch, mine, made):
     told: dict[str, object] = {}
     held = types.SimpleNamespace(jax_platforms="cpu", jax_num_cpu_devices=mine, update=told.__setitem__)
+    held.jax_disable_jit = False
     monkeypatch.setattr(jax, "config", held)
     assert len(find_devices(dataclasses.replace(tiny(), devices=2))) == 2
     assert told["jax_num_cpu_devices"] == made
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"), [(RuntimeError("Unable\nto do it"), "Unable to do it"), (AssertionError(), "none")]
+)
+def test_a_platform_that_is_not_there_is_told_in_one_message(monkeypatch, error, seen):
+    def none():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", none)
+    with pytest.raises(UserError, match="JAX must have devices of the platform that it is to use") as told:
+        find_devices(tiny())
+    assert told.value.seen == seen
+    assert told.value.where.startswith("JAX_PLATFORMS=") and "JAX_PLATFORMS to cpu" in told.value.fix
+
+
+def test_a_run_is_refused_where_nothing_is_compiled():
+    with jax.disable_jit(), pytest.raises(UserError, match="A run compiles its step") as error:
+        find_devices(tiny())
+    assert "JAX_DISABLE_JIT" in error.value.where
 
 
 def test_processes_of_several_use_all_their_devices(monkeypatch):

@@ -25,12 +25,20 @@ def find_devices(run: Run) -> list[Any]:
     has runs of several sizes asks for enough before, by `jax.config.update("jax_num_cpu_devices", 8)`.
 
     Raises:
-        UserError: there are fewer devices than asked for, or JAX has already looked.
+        UserError: there are fewer devices than asked for, or JAX has already looked; JAX finds no devices of the
+            platform that it is told to use, or is told to compile nothing.
     """
+    config: Any = jax.config
+    if config.jax_disable_jit:
+        raise UserError(
+            "A run compiles its step.",
+            seen="jax_disable_jit is on",
+            where="the environment variable JAX_DISABLE_JIT, or jax.config",
+            fix="leave it out",
+        )
     choose_platform()
     claim_gpu_memory()
     count = run.devices or default_count(run, usable_cores())
-    config: Any = jax.config
     made = max(count, config.jax_num_cpu_devices)  # a program may have asked for more, to compare meshes
     if run.mesh.stage > 1 or made > usable_cores():
         leave_threads(made)
@@ -38,7 +46,7 @@ def find_devices(run: Run) -> list[Any]:
         jax.config.update("jax_num_cpu_devices", made)
     except RuntimeError:  # the backend already exists: what counts is how many devices it has
         pass
-    devices = jax.devices()
+    devices = _present()
     wanted = run.devices or (count if are_cpus(devices) or run.layout.preset == "single" else len(devices))
     if jax.process_count() > 1:
         if run.devices not in (None, here := jax.local_device_count()):
@@ -58,6 +66,21 @@ def find_devices(run: Run) -> list[Any]:
             + (_MORE.format(wanted) if are_cpus(devices) else "; set JAX_PLATFORMS=cpu to rehearse more on a CPU"),
         )
     return devices[:wanted]
+
+
+def _present() -> list[Any]:
+    """JAX's devices."""
+    config: Any = jax.config
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that some platform that it was told has one
+        raise UserError(
+            "JAX must have devices of the platform that it is to use.",
+            seen=" ".join(str(error).split())[:300] or "none",
+            where=f"JAX_PLATFORMS={config.jax_platforms or ''}",
+            fix="set the environment variable JAX_PLATFORMS to cpu, or to nothing for JAX to choose; `trellis doctor` "
+            "shows what is installed",
+        ) from None
 
 
 def default_count(run: Run, cores: int) -> int:
