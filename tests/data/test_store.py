@@ -1,6 +1,7 @@
 """The store's format: what other readers see, and what damage looks like."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -47,6 +48,15 @@ def test_any_range_and_any_document(store, texts):
         store.document(40)
     with pytest.raises(IndexError):
         store.tokens(5, len(expected) + 1)
+
+
+def test_a_file_is_read_whole_if_the_system_reads_a_part_at_a_time(store, texts, monkeypatch):
+    """As Linux does with more than 2 GiB."""
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 5), at))
+    again = open_store(store.url)
+    assert np.array_equal(again.tokens(0, again.num_tokens), stream(texts))
+    assert not list(find_damage(again))
 
 
 def test_zarr_reads_it(store, texts):

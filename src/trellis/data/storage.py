@@ -94,7 +94,10 @@ class LocalFolder:
         descriptor = os.open(self.path(name), os.O_RDONLY)
         try:
             end = os.fstat(descriptor).st_size if stop is None else stop
-            return os.pread(descriptor, end - start, start)
+            parts = [os.pread(descriptor, end - start, start)]
+            while parts[-1] and (start := start + len(parts[-1])) < end:  # Linux reads 2 GiB at a time
+                parts.append(os.pread(descriptor, end - start, start))
+            return parts[0] if len(parts) == 1 else b"".join(parts)
         finally:
             os.close(descriptor)
 
