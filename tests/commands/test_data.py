@@ -187,6 +187,9 @@ def test_convert(tmp_path, capsys):
     assert main(["data", "convert", store.url, str(tmp_path / "x.bin"), "--to", "megatron"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'x.bin'}: written\n"
     assert main(["data", "inspect", str(tmp_path / "x.bin"), "--samples", "1"]) == 0
+    assert "bytes per token  not known\n" in capsys.readouterr().out
+    assert main(["data", "inspect", str(tmp_path / "x.bin"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["counts"]["bytes per token"] is None
     assert main(["data", "verify", str(tmp_path / "x.bin")]) == 2
     assert "Only Trellis's own stores have checksums." in capsys.readouterr().err
 

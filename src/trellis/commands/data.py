@@ -64,7 +64,7 @@ def _inspect(url: str, samples: int, as_json: bool) -> int:
         return 0
     for name, value in summary.counts.items():
         counted = isinstance(value, int) and not isinstance(value, bool)
-        print(f"{name:<16} {value:,}" if counted else f"{name:<16} {value}")
+        print(f"{name:<16} " + (f"{value:,}" if counted else "not known" if value is None else f"{value}"))
     print("\ndocument lengths in tokens" + (" (a sample of the documents)" if summary.sampled else ""))
     most = max((n for *_, n in summary.histogram), default=1)
     for low, high, n in summary.histogram:

@@ -1,6 +1,7 @@
 """A summary of a store: counts, document lengths, samples."""
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def summarize(store: TokenStore, *, samples: int = 3) -> Summary:
         "documents": store.num_documents,
         "tokens": store.num_tokens,
         "vocabulary": store.vocab_size,
-        "bytes per token": round(store.bytes_per_token, 4),
+        "bytes per token": round(ratio, 4) if math.isfinite(ratio := store.bytes_per_token) else None,
     }
     if isinstance(store, Store):
         about = store.about
