@@ -135,6 +135,7 @@ def test_chat(tmp_path, capsys):
         ),
         (["--out", "x", "--bytes", "--train-bytes", "9"], "9, for an existing tokenizer: it has no effect"),
         (["--out", "x", "--bytes", "--end-of-document", "</s>"], "</s>, of a tokenizer that is made here"),
+        (["--out", "x", "--tokenizer", "none.json", "--end-of-document", ""], "A token must have a letter."),
     ],
 )
 def test_wrong_words(words, seen, capsys):

@@ -75,6 +75,9 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.data.tokenizing.tokenize import TRAIN_BYTES, tokenize
 
     check_utf8(args.end_of_document or "", "A token must be valid UTF-8.", "--end-of-document")
+    if args.end_of_document == "":
+        rule, fix = "A token must have a letter.", "name a token of the tokenizer, or leave it out"
+        raise UserError(rule, seen="''", where="--end-of-document", fix=fix)
     if args.train_bytes is not None and args.train_bpe is None:
         raise _unheeded("train-bytes", args.train_bytes, "an existing tokenizer", "use --train-bpe N")
     source = _source(args)
