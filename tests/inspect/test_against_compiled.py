@@ -51,6 +51,15 @@ def test_bytes_per_mesh_axis(name):
     assert structure.right, f"\n{predicted}\n{found}\n{structure}"
 
 
+@pytest.mark.parametrize("spec", [P("model"), P(None, "data"), P(("model", "data"), None)])
+def test_how_one_reshard_of_jax_exchanges_and_gathers_is_the_compilers_choice(spec):
+    """A route of several moves in one equation; `tr.reshard` writes a route as one equation for each move."""
+    types = [arg((16, 24), "data", "model")]
+    found, _, structure = _both(lambda x: jax.sharding.reshard(x, spec), types, mesh_of(jax.devices()), {})
+    assert len(found.rows) > 1 and {row.note for row in found} == {"the compiler chooses"}, found
+    assert structure.right, structure
+
+
 def test_a_number_over_two_axes_and_each_devices_best_are_no_more_than_their_rows_ask_for():
     """The number is summed along one axis after the other; of the best a device sends the values and the places."""
     types = [arg((64, 128), "data", "model")]
