@@ -107,9 +107,11 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text, seen):
         (["--against", "plan.json", "--compile", "--search"], "--against with --search"),
         (["--against", "plan.json", "--compile", "--bound", "-1"], "-1.0"),
         (["--against", "none.json", "--compile"], "No such file"),
+        (["--save", "no_folder/plan.json", "--compile"], "No such file"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options, seen, capsys):
+def test_options_that_do_not_go_together_are_refused(options, seen, capsys, monkeypatch):
+    monkeypatch.setattr("trellis.plan.compile.compile_run", None)  # all before anything is compiled
     assert main(["plan", "tiny", "--on", "v5e:2x2", *options]) == 2
     assert f"seen:  {seen}" in capsys.readouterr().err
 

@@ -84,8 +84,8 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.run.unheeded import check_given
 
     before = _before(args)
-    if args.page:
-        _check_place(Path(args.page))
+    for file in filter(None, (args.page, args.save)):
+        _check_place(Path(file))
     where = target(args.on, args.hardware)
     if args.costs:
         check_takes_costs(where)

@@ -18,7 +18,7 @@ from trellis.named.placing import move, refuse_slices
 
 def _check_positive(**values: float) -> None:
     for name, value in values.items():
-        if value <= 0:
+        if not value > 0:  # so that NaN is refused, too
             raise UserError(f"`{name}` must be positive.", seen=f"{name}={value}", where=name, fix="use more than 0")
 
 
@@ -58,7 +58,7 @@ class Llama3Scaling:
         _check_positive(
             factor=self.factor, low_freq_factor=self.low_freq_factor, original_context=self.original_context
         )
-        if self.high_freq_factor <= self.low_freq_factor:
+        if not self.high_freq_factor > self.low_freq_factor:
             raise UserError(
                 "`high_freq_factor` must be greater than `low_freq_factor`.",
                 seen=f"low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}",
@@ -99,7 +99,7 @@ class YarnScaling:
 
     def __post_init__(self):
         _check_positive(factor=self.factor, beta_slow=self.beta_slow, original_context=self.original_context)
-        if self.beta_fast <= self.beta_slow:
+        if not self.beta_fast > self.beta_slow:
             raise UserError(
                 "`beta_fast` must be greater than `beta_slow`.",
                 seen=f"beta_fast={self.beta_fast}, beta_slow={self.beta_slow}",

@@ -259,7 +259,7 @@ class Run:
             raise UserError(
                 rule, seen=self.devices, where="devices", fix="use fewer, or `trellis plan`, which needs none"
             )
-        if self.clip_norm is not None and self.clip_norm <= 0:
+        if self.clip_norm is not None and not self.clip_norm > 0:
             fix = "use 1.0, or null for no clipping"
             raise UserError("`clip_norm` must be positive.", seen=self.clip_norm, where="clip_norm", fix=fix)
         if self.ema is not None and not 0 < self.ema < 1:

@@ -74,7 +74,7 @@ class MixturePart:
                 where="weight",
                 fix="write [{step: 0, weight: 0.7}, {step: 1000, weight: 0.3}]",
             )
-        if self.epochs is not None and self.epochs <= 0:
+        if self.epochs is not None and not self.epochs > 0:
             fix = "use 1 for one pass, or null to repeat it as long as the run lasts"
             raise UserError("`epochs` must be positive.", seen=f"epochs={self.epochs}", where="epochs", fix=fix)
 

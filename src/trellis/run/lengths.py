@@ -37,7 +37,7 @@ class SequenceLength:
 
     def __post_init__(self):
         at_least(1, step=self.step, length=self.length, batch_size=self.batch_size, microbatches=self.microbatches)
-        if self.rope_theta is not None and self.rope_theta <= 0:
+        if self.rope_theta is not None and not self.rope_theta > 0:
             fix = "use a positive number, as in 500000.0"
             raise UserError("`rope_theta` must be positive.", seen=self.rope_theta, where="lengths.rope_theta", fix=fix)
 

@@ -307,7 +307,7 @@ def _build_dataclass(cls: type, data: Any, path: str, origin: Origin) -> Any:
 def at_least(bound: int, **values: float | None) -> None:
     """Refuses fields, given by name, whose values are below a bound. None is not a value."""
     for name, value in values.items():
-        if value is not None and value < bound:
+        if value is not None and not value >= bound:  # so that NaN is refused, too
             raise UserError(
                 f"`{name}` must be {bound} or more.", seen=f"{name}={value}", where=name, fix=f"use {bound} or more"
             )

@@ -91,7 +91,7 @@ class Routing:
                 where="model.routing.interleave",
                 fix="use 1 for all sequences together, 2 to exchange one half while the other is computed",
             )
-        if self.scale <= 0:
+        if not self.scale > 0:
             raise UserError(
                 "`scale` must be more than 0.",
                 seen=f"scale={self.scale}",
