@@ -20,7 +20,7 @@ maximum or minimum over devices that no row takes, a result that should be a cop
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -47,7 +47,7 @@ class Structure:
         matches: the rows of the ledger.
         collectives: how many the program has.
         besides: arrays that it moves along mesh axes and that no row asks for, and how often.
-        strange: collectives over groups that are the devices along no mesh axes.
+        strange: collectives over groups that are the devices along no mesh axes, unless the compiler chooses them.
         twice: sums of what was summed over the same devices before.
         extremes: maxima and minima along mesh axes along which no row takes one, or in the place of a row's sum that
             nothing was found for.
@@ -151,7 +151,8 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     as_a_rule = lambda part: part.cut == 1 and not part.partly  # others have to be asked for
     besides = [(part, runs) for part, runs in rest if as_a_rule(part)]
     strange = [part for part in parts if not part.axes] + [part for part, _ in rest if not as_a_rule(part)]
-    strange = [part for part in strange if not set(axes_met(part.collective.groups, mesh.shape)) <= set(ledger.auto)]
+    chosen = _chosen(matches, ledger.auto)
+    strange = [part for part in strange if not {*axes_met(part.collective.groups, mesh.shape)} <= chosen(part)]
     if 1 not in mesh.shape.values():  # a sum over an axis of one device is over groups of one
         strange += [part for collective in found if _alone(collective) for part in _pieces(program, collective, ())]
     asked = {(row.reduction, axis) for row in (*ledger, *ledger.instead) for axis in row.axes}
@@ -170,6 +171,17 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
         by_hosts=tuple(_between_hosts(program)),
         auto=ledger.auto,
     )
+
+
+def _chosen(matches: Iterable[Match], auto: Iterable[str]) -> Callable[[Part], set[str]]:
+    """The mesh axes among whose devices a compiler chooses what a collective is over: those in auto mode, and, for what
+    sums nothing, those of the rows of its line that types do not decide."""
+    open_at: dict[str, set[str]] = {}
+    for match in matches:
+        if not match.certain:
+            open_at.setdefault(match.row.source, set()).update(match.row.axes)
+    moves = lambda part: part.collective.kind not in ("all-reduce", "reduce-scatter")
+    return lambda part: {*auto, *(open_at.get(part.source, ()) if moves(part) else ())}
 
 
 def _between_hosts(program: Program) -> Iterator[str]:

@@ -127,7 +127,9 @@ class States:
             yield from self._argmax(operation, natural, after)
             return
         unclear = not self.unclear.isdisjoint((*operation.results, *operation.operands))
-        for move in transition(natural, after, num_bytes(out.aval), self.sizes):
+        moves = transition(natural, after, num_bytes(out.aval), self.sizes)
+        unclear |= len(moves) > 1 and any(move.kind == "all-to-all" for move in moves)  # a route is the compiler's own
+        for move in moves:
             yield Implied(move, out.aval, natural, after, GUESS if unclear else "")
 
     def _summed(self, operation: Operation, states: list[State]) -> Generator[Implied, None, list[State]]:
