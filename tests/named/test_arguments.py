@@ -217,6 +217,7 @@ def test_what_takes_one_number_refuses_others(value):
 
 NUMBERS = {
     "pad": lambda number, x: tr.pad(x, {"embed": (1, 1)}, value=number),
+    "pad to a length that is not sliced": lambda number, x: tr.pad(x, {"batch": (1, 0)}, value=number).sum("batch"),
     "max": lambda number, x: x.max("batch", initial=number),
     "nanmin": lambda number, x: x.nanmin("embed", initial=number),
     "elu": lambda number, x: tr.elu(x, number),

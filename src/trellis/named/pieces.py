@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from trellis._compat import is_tracer
+from trellis.named import backend
 from trellis.named.arguments import count_of, mapping_of, names_of, numbers_of, refuse_keys
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, NamesError, name_of
-from trellis.named.elementwise import where
 from trellis.named.index import positions, single
 from trellis.named.operand import (
     check_contained,
@@ -175,7 +175,8 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
     out = jax.lax.pad(x.array, jnp.zeros((), x.dtype) if learned else fill, width)
     if learned:
         there = jax.lax.pad(jnp.ones_like(x.array, dtype=bool), np.False_, width)
-        out = where(x.with_array(there), x.with_array(out), fill).array
+        placed = jax.typeof(out).sharding if state_of(out).mode == "explicit" else None
+        out = jnp.where(there, out, backend.broadcast(fill, out.shape, placed))
     padded = x.with_array(out)
     return padded if state_of(out).pending else settle_selected(padded, tuple(along))
 
