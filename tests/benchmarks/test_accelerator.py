@@ -37,8 +37,8 @@ def accelerator(monkeypatch):
     return accelerator
 
 
-def start(folder: pathlib.Path, *words: str) -> subprocess.Popen:
-    command = [sys.executable, str(HERE / "accelerator.py"), "--toy", "--folder", str(folder), *words]
+def start(folder: pathlib.Path, script=HERE / "accelerator.py") -> subprocess.Popen:
+    command = [sys.executable, str(script), "--toy", "--folder", str(folder)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
@@ -59,7 +59,7 @@ def test_it_is_stopped_and_goes_on_to_its_end(tmp_path, accelerator):
     before = saved(tmp_path)
     assert [line["row"] for line in before] == ["machine", "check attention"]
 
-    with start(tmp_path) as second:
+    with start(tmp_path, pathlib.Path(__file__).with_name("forked.py")) as second:
         told = second.stdout.read()
     after = saved(tmp_path)
     failed = {line["row"]: line["why"] for line in after if line["outcome"] != "done"}
