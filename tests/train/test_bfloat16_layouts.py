@@ -1,6 +1,7 @@
 """Steps in bfloat16 on several layouts, against float32 on one device, on a text in which one token is everywhere."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,10 @@ LAYOUTS = {
 }
 
 
-def gradients_of(compute: str, devices: int, options: dict[str, str]) -> tuple[float, np.ndarray]:
+@functools.cache
+def gradients_of(compute: str, layout: str) -> tuple[float, np.ndarray]:
     """The loss of a step, and AdamW's first average of the table after it, which is a share of the gradient."""
+    devices, options = LAYOUTS[layout]
     made = assemble(load_run("tiny", SMALL | options | {"precision.compute": compute}), jax.devices()[:devices])
     rows = np.full((8, 257), 7, np.int32)
     rows[:, ::16] = np.random.default_rng(0).integers(0, 64, rows[:, ::16].shape)
@@ -42,8 +45,8 @@ def gradients_of(compute: str, devices: int, options: dict[str, str]) -> tuple[f
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_in_bfloat16(layout):
-    right, wide = gradients_of("float32", *LAYOUTS["one device"])
-    loss, narrow = gradients_of("bfloat16", *LAYOUTS[layout])
+    right, wide = gradients_of("float32", "one device")
+    loss, narrow = gradients_of("bfloat16", layout)
     assert loss == pytest.approx(right, rel=0.01)
     size = lambda rows: np.linalg.norm(rows, axis=-1)
     assert (size(narrow - wide)[size(wide) > 0] < 0.05 * size(wide).max()).all()
