@@ -122,8 +122,8 @@ def test_a_block_recomputes_and_keeps_what_it_would_without(policy):
         choice = LayoutChoice(preset="fsdp_tensor_sequence", overlap=overlap)
         with make_layout(MeshSizes(data=2, model=4), choice, jax.devices()):
             layers, (x, weights) = tr.shard(block.parameters()), tr.shard(block.inputs(), "compute")
-            grad = jax.value_and_grad(lambda *a: block.loss(*a, policy), argnums=(0, 1))
-            return run and tr.named_jit(grad)(layers, x, weights), tr.ledger(grad, layers, x, weights)
+            grad = tr.named_jit(jax.value_and_grad(lambda *a: block.loss(*a, policy), argnums=(0, 1)))
+            return run and grad(layers, x, weights), tr.ledger(grad, layers, x, weights)  # traced once for both
 
     _, plain = step((), run=False)
     found, rows = step(("mlp", "heads"), run=True)
