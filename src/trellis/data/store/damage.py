@@ -41,7 +41,7 @@ def find_damage(store: Store) -> Iterator[Damage]:
             values = values[: array.length - index * array.chunk]
             if array.name == "tokens" and int(values.max()) >= store.vocab_size:
                 yield _damage(store, array, index, f"id {int(values.max())} in a vocabulary of {store.vocab_size}")
-            if array.name in ("offsets", "files") and not broken & {array.name}:
+            if array.name in ("offsets", "files") and array.name not in broken:
                 if problem := _not_rising(store, array, index):
                     broken.add(array.name)
                     yield Damage(f"{array.name}/c/{index}", problem)
