@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import math
 import re
 import typing
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 import trellis
 from trellis.errors import UserError
+from trellis.models import LinearScaling, Llama3Scaling, Routing, YarnScaling
 from trellis.optim import WSD, Adafactor, AdamW, Constant, InverseSqrt, Linear, Lion, Muon
 from trellis.recipes import gpt2_small, tiny
 from trellis.run.config import (
@@ -15,6 +17,7 @@ from trellis.run.config import (
     BatchSize,
     CheckpointRule,
     Data,
+    DeadlineRule,
     Distributed,
     Evaluation,
     LayoutChoice,
@@ -25,6 +28,7 @@ from trellis.run.config import (
     Run,
 )
 from trellis.run.data import EmbeddedSource, MixturePart, MixtureSource, PartWeight
+from trellis.run.lengths import SequenceLength
 from trellis.run.overrides import every_field
 from trellis.run.schema import fields_of, members, tag_of
 
@@ -418,3 +422,26 @@ def test_no_field_is_advised_to_take_the_value_that_it_has():
         if float(number) == field.default
     }
     assert not idle
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda nan: change(z_loss=nan),
+        lambda nan: change(clip_norm=nan),
+        lambda nan: DeadlineRule(factor=nan),
+        lambda nan: DeadlineRule(seconds=nan),
+        lambda nan: SequenceLength(step=1, length=8, rope_theta=nan),
+        lambda nan: MixturePart(name="a", path="stores/a", weight=nan),
+        lambda nan: MixturePart(name="a", path="stores/a", weight=1.0, epochs=nan),
+        lambda nan: Routing(scale=nan),
+        lambda nan: LinearScaling(factor=nan),
+        lambda nan: YarnScaling(factor=4.0, original_context=16, beta_fast=nan),
+        lambda nan: Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=nan, original_context=16),
+    ],
+)
+def test_what_is_no_number_is_refused(make):
+    """It is neither above a bound nor below it."""
+    with pytest.raises(UserError) as error:
+        make(math.nan)
+    assert "nan" in str(error.value.seen)
