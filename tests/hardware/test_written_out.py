@@ -1,5 +1,7 @@
 """Which loops over layers are written out, by what they are compiled for, and what their backward passes make again."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from trellis.pages.plan_pictures import timeline_picture
 from trellis.plan import quick_plan, target
 from trellis.program import trace
 from trellis.recipes import load_run
+from trellis.train.assemble import assemble
 
 
 class Block(eqx.Module):
@@ -156,3 +159,32 @@ def test_a_loss_in_chunks_makes_no_zeros_before_its_loop():
     program = trace(jax.grad(loss, argnums=(0, 1)), x, table)
     loops = [operation for operation in program.operations if operation.name == "scan"]
     assert loops and not any(value.shape == (256, 128) for loop in loops for value in loop.operands)
+
+
+@pytest.mark.parametrize(("scan_layers", "loops"), [(None, 1), (True, 1), (False, 0)])
+def test_a_run_says_whether_its_layers_are_a_loop(scan_layers, loops):
+    """On many devices of a CPU, where they are one by themselves."""
+    layers = 5
+    options = {"mesh.data": "8", "model.layers": str(layers)}
+    run = dataclasses.replace(load_run("tiny", options), scan_layers=scan_layers)
+    assembled = assemble(run, jax.devices())
+    with assembled.layout:
+        step = trace(assembled.step, assembled.abstract, assembled.abstract_batch())
+    stacks = [
+        operation for operation in step.operations if operation.name == "scan" and operation.params["length"] == layers
+    ]
+    assert len(stacks) == 2 * loops  # forward and backward
+
+
+def test_no_copies_of_stacks_are_left_where_a_mixtures_layers_are_written_out_on_tpus():
+    sizes = {"model.layers": "2", "model.embed": "512", "model.mlp": "2048", "data.sequence_length": "2048"}
+    copied = {
+        scanned: sum(
+            "copied, of a loop's stack" in line.formula
+            for line in quick_plan(
+                load_run("mixtral_8x7b_v5p_64", {**sizes, "scan_layers": scanned}), target("v5p:4x4x4")
+            ).times.lines
+        )
+        for scanned in ("true", "false")
+    }
+    assert copied["true"] > 0 and copied["false"] == 0

@@ -167,6 +167,24 @@ def test_a_function_called_twice_keeps_two_values():
     assert [b.num_bytes for b in found.kept] == [64, 64]
 
 
+def test_what_a_call_takes_ends_with_it_where_a_loop_ends_it():
+    """The last operation of the call is one of the loop's body."""
+
+    @jax.jit
+    def call(x, wide):
+        shift = wide.sum()
+        return lax.fori_loop(0, jnp.int32(shift), lambda _, x: jnp.sin(x + shift), x)
+
+    def several(x):
+        for _ in range(4):
+            x = call(x, jnp.cumsum(jnp.broadcast_to(x, (1024, *x.shape)), 0))
+        return x
+
+    found = memory(several, jnp.ones(64), compile=False)
+    wide = 1024 * 64 * 4
+    assert wide <= found.total < 2.5 * wide
+
+
 def test_both_passes_inside_a_loop_over_microbatches():
     def accumulate(model, xs):
         def body(total, x):

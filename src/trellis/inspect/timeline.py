@@ -7,6 +7,7 @@ memory of its own: the value of an elementwise chain exists when something that 
 a collective, a loop, an output) reads it, and until then keeps alive what it is made of.
 """
 
+import bisect
 import collections
 import dataclasses
 from collections.abc import Iterable
@@ -471,7 +472,8 @@ class _Walk:
 
 
 def _last_uses(body: Body) -> dict[Value, int]:
-    """The number of the operation after which each value of a body ends. A call's arguments stay until it ends."""
+    """The number of the operation of a body after which each of its values ends. A call's arguments stay until it ends;
+    if a loop or a branch ends the call, until that does."""
     last: dict[Value, int] = {}
     for operation in body.operations:
         for value in operation.inputs:
@@ -479,7 +481,9 @@ def _last_uses(body: Body) -> dict[Value, int]:
             while frame is not value.frame and frame not in value.frame.around:
                 number, frame = frame.last, frame.outer
             last[value] = max(last.get(value, -1), number)
+    own = [operation.number for operation in body.operations]
+    last = {value: own[bisect.bisect(own, number) - 1] for value, number in last.items()}
     for value in body.results:
         if value.literal is None:
-            last[value] = body.operations[-1].number + 1 if body.operations else 0
+            last[value] = own[-1] + 1 if own else 0
     return last

@@ -40,12 +40,19 @@ transform_own_rows()
 def written_out(length: int, carried) -> bool:
     """Whether a loop of this length is written out.
 
-    On CPUs and GPUs a loop copies every value that it keeps into and out of a stack.
+    On CPUs and GPUs a loop copies every value that it keeps into and out of a stack; on TPUs, what kernels make.
 
     Args:
         carried: the tree of arrays that the loop carries.
     """
-    return length <= longest_written_out(carried)
+    return length <= _longest_written_out(carried)
+
+
+def _longest_written_out(carried) -> float:
+    """How many turns at most a loop may have to be written out: as the program was told, or what is faster."""
+    if (scanned := tuned().scan_layers) is None:
+        return longest_written_out(carried)
+    return 0 if scanned else math.inf
 
 
 def loop_over(body: Callable, start, parts):
@@ -121,7 +128,7 @@ def made_again(kept):
     Where layers are written out, XLA would take those from the forward pass, and so keep them; a fence hides that they
     are the same. On a CPU it does so anywhere.
     """
-    fenced = platform_of(jax.tree.leaves(kept)[0]) == "cpu" or longest_written_out(kept) > 0
+    fenced = platform_of(jax.tree.leaves(kept)[0]) == "cpu" or _longest_written_out(kept) > 0
     return lax.optimization_barrier(kept) if fenced else kept
 
 

@@ -1,4 +1,4 @@
-"""Choices that are faster on one CPU and slower on another, for the program that is being traced."""
+"""Choices that are faster on one machine and slower on another, for the program that is being traced."""
 
 import contextlib
 from collections.abc import Generator
@@ -8,17 +8,20 @@ import jax
 
 
 class Tuned(NamedTuple):
-    """How a CPU's kernels are cut up; accelerators use none of this.
+    """How loops over layers are compiled, and how a CPU's kernels are cut up.
 
     Attributes:
         attention_chunk: how many queries attention computes at a time; None: the kernel's own choice.
         loss_chunk: how many tokens the loss computes at a time; None: the kernel's own choice.
         turned: which operand of a weight gradient's product is copied transposed before it.
+        scan_layers: whether layers are a loop of the compiled program, or written out; None: what is faster on the
+            platform (`mesh.platform.longest_written_out`). The other choices are for CPUs alone.
     """
 
     attention_chunk: int | None = None
     loss_chunk: int | None = None
     turned: Literal["narrower", "none"] = "narrower"
+    scan_layers: bool | None = None
 
 
 _USUAL = Tuned()

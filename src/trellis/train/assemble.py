@@ -174,7 +174,7 @@ def _assemble(
             policy=keep_of(run.remat),
             z_loss=run.z_loss,
             ema=run.ema,
-            tuned=run.cpu.tuned,
+            tuned=run.cpu.tuned._replace(scan_layers=run.scan_layers),
             chunk_bytes=chunk_bytes,
             skip_nonfinite=run.skip_nonfinite > 0,
             names_tensors=run.precision.is_narrow if names_tensors is None else names_tensors,

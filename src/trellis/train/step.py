@@ -68,7 +68,7 @@ class StepOptions:
         policy: what each layer keeps for the backward pass.
         z_loss: weight of the squared log-normalizer in the loss.
         ema: decay of the moving average of the parameters.
-        tuned: how a CPU's kernels are cut into parts.
+        tuned: whether layers are a loop, and how a CPU's kernels are cut into parts.
         chunk_bytes: the bytes of the float32 logits of a chunk of the loss; None for what suits the device.
         skip_nonfinite: leave parameters as they were if the loss or the gradient is not finite.
         names_tensors: whether a step finds its first weight or gradient that is not finite.
