@@ -132,7 +132,7 @@ def test_a_resumed_run_may_compute_the_same_in_another_way(tmp_path):
     )  # fmt: skip
     claim(tmp_path, run)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    other = {"microbatches": 1, "accumulation": "pending", "compiler_options": {}}
+    other = {"microbatches": 1, "accumulation": "pending", "compiler_options": {}, "scan_layers": False}
     other = dataclasses.replace(run, model=routed(way="gather", interleave=2), **other)
     claim(tmp_path, other)
     assert open_run(tmp_path) == other

@@ -23,7 +23,8 @@ _STAYS = ("batch_size", "data.sequence_length", "model.")
 # about it; not what it computes: its model, its data or its optimizer.
 _MAY_CHANGE = (
     "name", "steps", "mesh", "layout", "devices", "distributed", "checkpoints", "evaluation", "logging", "guard",
-    "deadline", "profile", "microbatches", "accumulation", "cpu", "remat", "skip_nonfinite", "compiler_options",
+    "deadline", "profile", "microbatches", "accumulation", "cpu", "remat", "scan_layers", "skip_nonfinite",
+    "compiler_options",
 )  # fmt: skip
 # Those of `model.routing`: how tokens get to their experts, which each mesh does in its own way.
 _OF_ROUTING = ("way", "slack", "interleave")
