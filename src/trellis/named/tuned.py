@@ -15,7 +15,7 @@ class Tuned(NamedTuple):
         loss_chunk: how many tokens the loss computes at a time; None: the kernel's own choice.
         turned: which operand of a weight gradient's product is copied transposed before it.
         scan_layers: whether layers are a loop of the compiled program, or written out; None: what is faster on the
-            platform (`mesh.platform.longest_written_out`). The other choices are for CPUs alone.
+            platform, see `longest_written_out`. The other choices are for CPUs alone.
     """
 
     attention_chunk: int | None = None
