@@ -175,11 +175,12 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
 
 def _chosen(matches: Iterable[Match], auto: Iterable[str]) -> Callable[[Part], set[str]]:
     """The mesh axes among whose devices a compiler chooses what a collective is over: those in auto mode, and, for what
-    sums nothing, those of the rows of its line that types do not decide."""
+    sums nothing, those of the rows of its line that types do not decide; of all lines, if it is said to be of none."""
     open_at: dict[str, set[str]] = {}
     for match in matches:
         if not match.certain:
-            open_at.setdefault(match.row.source, set()).update(match.row.axes)
+            for line in (match.row.source, ""):
+                open_at.setdefault(line, set()).update(match.row.axes)
     moves = lambda part: part.collective.kind not in ("all-reduce", "reduce-scatter")
     return lambda part: {*auto, *(open_at.get(part.source, ()) if moves(part) else ())}
 
