@@ -4,9 +4,11 @@ import argparse
 import importlib.metadata
 import re
 
+import jax
 import pytest
 
 from trellis.commands import doctor
+from trellis.errors import UserError
 from trellis.hardware import measure, peak
 from trellis.hardware.measure import Machine
 
@@ -41,3 +43,14 @@ def test_of_a_trellis_that_is_not_installed(told, monkeypatch):
     said = told()
     assert re.search(r"^trellis +not installed, only found at (.+): .* -m pip install \1$", said, re.M)
     assert "extras" not in said and "TFLOP/s" in said
+
+
+def test_a_platform_that_is_not_there(told, monkeypatch):
+    """As a run says it, whose message names this command."""
+
+    def none():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", none)
+    with pytest.raises(UserError, match="JAX must have devices of the platform that it is to use"):
+        told()

@@ -29,7 +29,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.cores import usable_cores
     from trellis.hardware.measure import measure_machine
     from trellis.hardware.peak import matmul_peak
-    from trellis.hardware.platform import choose_platform
+    from trellis.hardware.platform import choose_platform, devices_of_jax
     from trellis.mesh.platform import are_cpus
 
     choose_platform()
@@ -45,7 +45,7 @@ def execute(args: argparse.Namespace) -> int:
         print(f"trellis          not installed, only found at {_SOURCE}: {_PIP} {_SOURCE}")
     for name, version in dependencies(installed) if installed else ():
         print(f"{name:<16} {version or f'missing: {_PIP} {name}'}")
-    devices = jax.devices()
+    devices = devices_of_jax()
     cpus = are_cpus(devices)
     print(f"\ndevices          {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
     if stats := devices[0].memory_stats():

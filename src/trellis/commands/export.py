@@ -31,9 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis export`."""
-    import jax
 
-    from trellis.hardware.platform import choose_platform
+    from trellis.hardware.platform import choose_platform, devices_of_jax
     from trellis.hub import copy_tokenizer, write_folder, write_tokenizer
     from trellis.models import FAMILIES
     from trellis.train.assemble import assemble
@@ -49,7 +48,7 @@ def execute(args: argparse.Namespace) -> int:
     folder, to = Path(args.folder), Path(args.to)
     run, at = open_checkpoint(folder, args.step)
     choose_platform()
-    assembled = assemble(for_use(run, 1), jax.devices("cpu")[:1])
+    assembled = assemble(for_use(run, 1), devices_of_jax("cpu")[:1])
     positions = _positions(run, args.positions)
     chosen = run.data.tokenizer
     tokenizer = tokenizer_of(run)

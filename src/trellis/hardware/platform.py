@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from trellis.errors import UserError
+
 
 def choose_platform() -> None:
     """Keeps JAX from looking for TPUs on a Linux machine without any: if libtpu is there, it would wait and complain.
@@ -33,6 +35,25 @@ def claim_gpu_memory() -> None:
     """
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
         os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.95"
+
+
+def devices_of_jax(*platform: str) -> list[Any]:
+    """`jax.devices`, of the platform that JAX prefers or of another one.
+
+    Raises:
+        UserError: there are none.
+    """
+    config: Any = jax.config
+    try:
+        return jax.devices(*platform)
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that some platform that it was told has one
+        raise UserError(
+            "JAX must have devices of the platform that it is to use.",
+            seen=" ".join(str(error).split())[:300] or "none",
+            where=f"JAX_PLATFORMS={config.jax_platforms or ''}",
+            fix="set the environment variable JAX_PLATFORMS to cpu, or to nothing for JAX to choose; `trellis doctor` "
+            "then shows what is there",
+        ) from None
 
 
 def has_tpu() -> bool:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from trellis.data.batch import Batch
+from trellis.hardware.platform import devices_of_jax
 from trellis.proof.placing import numbers_of, plain
 from trellis.run.config import Precision, Run
 from trellis.run.layouts import LayoutChoice, MeshSizes
@@ -64,10 +65,10 @@ def on_one_device(run: Run, *, padding: int, seed: int = 0) -> Reference:
     )
     random = numbers_of(seed)
     mixture = run.model.experts > 1
-    with jax.default_device(jax.devices("cpu")[0]):
+    with jax.default_device(devices_of_jax("cpu")[0]):
         # Its metrics are those of the run's step.
         names = run.precision.is_narrow
-        made = assemble(plainly, jax.devices("cpu")[:1], padding=padding, names_tensors=names)
+        made = assemble(plainly, devices_of_jax("cpu")[:1], padding=padding, names_tensors=names)
         with made.layout:
             state = _moved_model(jax.tree.map(plain, made.init()), random)
             first, _ = _step(made, state, _batch(made, random))

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from trellis._compat import cudnn_assumed, full_text
 from trellis.errors import UserError
 from trellis.hardware.chips import target
+from trellis.hardware.platform import devices_of_jax
 from trellis.inspect import Ledger
 from trellis.inspect.ledger import ledger_of
 from trellis.mesh.layout import current_layout
@@ -326,7 +327,7 @@ def _computed(reference: Callable, args: tuple, subject: Subject, wide: type) ->
 
     def compute() -> Any:
         given = (x.astype(wide) if x.dtype == np.float32 else x for x in subject.given)
-        with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(wide is np.float64):
+        with jax.default_device(devices_of_jax("cpu")[0]), jax.enable_x64(wide is np.float64):
             filled = [_like(next(given), leaf) if _is_array(leaf) else leaf for leaf in leaves]
             return reference(*jax.tree.unflatten(tree, filled))
 

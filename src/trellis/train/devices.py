@@ -8,7 +8,7 @@ import jax
 
 from trellis.cores import usable_cores
 from trellis.errors import UserError
-from trellis.hardware.platform import choose_platform, claim_gpu_memory
+from trellis.hardware.platform import choose_platform, claim_gpu_memory, devices_of_jax
 from trellis.mesh.platform import are_cpus, leave_threads
 from trellis.run.config import Run
 
@@ -46,7 +46,7 @@ def find_devices(run: Run) -> list[Any]:
         jax.config.update("jax_num_cpu_devices", made)
     except RuntimeError:  # the backend already exists: what counts is how many devices it has
         pass
-    devices = _present()
+    devices = devices_of_jax()
     wanted = run.devices or (count if are_cpus(devices) or run.layout.preset == "single" else len(devices))
     if jax.process_count() > 1:
         if run.devices not in (None, here := jax.local_device_count()):
@@ -66,21 +66,6 @@ def find_devices(run: Run) -> list[Any]:
             + (_MORE.format(wanted) if are_cpus(devices) else "; set JAX_PLATFORMS=cpu to rehearse more on a CPU"),
         )
     return devices[:wanted]
-
-
-def _present() -> list[Any]:
-    """JAX's devices."""
-    config: Any = jax.config
-    try:
-        return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that some platform that it was told has one
-        raise UserError(
-            "JAX must have devices of the platform that it is to use.",
-            seen=" ".join(str(error).split())[:300] or "none",
-            where=f"JAX_PLATFORMS={config.jax_platforms or ''}",
-            fix="set the environment variable JAX_PLATFORMS to cpu, or to nothing for JAX to choose; `trellis doctor` "
-            "shows what is installed",
-        ) from None
 
 
 def default_count(run: Run, cores: int) -> int:
