@@ -1,16 +1,13 @@
 """A step whose layers are a loop has the loss and the gradients of one whose layers are written out."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import optax
 import pytest
 
 from tests.equivalence.test_models import assert_gradients_near
-from tests.equivalence.test_steps import LAYOUTS, assembled, batch, first_state, put
+from tests.equivalence.test_steps import assembled, batch, first_state, put
 from trellis.data.batch import Batch
-from trellis.train.assemble import assemble
 
 
 def first_step(made, family):
@@ -27,10 +24,8 @@ def first_step(made, family):
     [("mixtral", "fsdp_tensor", 4, "saved"), ("qwen3", "single", 1, "full"), ("gpt2", "context", 1, "none")],
 )
 def test_layers_in_a_loop_and_written_out(family, layout, microbatches, policy):
-    run = assembled(family, layout, microbatches, policy).run
-    devices = jax.devices()[: LAYOUTS[layout][0]]
     looped, written = (
-        first_step(assemble(dataclasses.replace(run, scan_layers=scanned), devices), family)
+        first_step(assembled(family, layout, microbatches, policy, scan_layers=scanned), family)
         for scanned in (True, False)
     )
     np.testing.assert_allclose(written[0], looped[0], rtol=2e-6)

@@ -68,7 +68,7 @@ def batch(step, rows=ROWS, length=LENGTH, documents=2):
     return {name: x.astype(np.int32) for name, x in fields.items()} | {"loss_mask": mask.astype(np.float32)}
 
 
-def assembled(family, layout, microbatches, policy):
+def assembled(family, layout, microbatches, policy, **fields):
     count, mesh = LAYOUTS[layout]
     run = dataclasses.replace(
         tiny(),
@@ -80,6 +80,7 @@ def assembled(family, layout, microbatches, policy):
         z_loss=1e-4,
         mesh=mesh,
         layout=LayoutChoice(preset=layout),
+        **fields,
     )
     return assemble(run, jax.devices()[:count])
 
