@@ -2,12 +2,18 @@
 
 import dataclasses
 
+import pytest
+
 from tests.plan.small import small
 from trellis.hardware.chips import target
 from trellis.inspect import Memory
-from trellis.plan.candidate import Candidate, with_less_kept
+from trellis.plan.advice import advice
+from trellis.plan.candidate import Candidate, with_less_kept, writes_out
 from trellis.plan.quick import quick_plan
+from trellis.plan.search import search
 from trellis.plan.sketch import Sketch
+from trellis.recipes import load_run
+from trellis.run.config import Remat, Run
 
 
 def test_what_would_be_fastest_but_does_not_fit_is_planned_with_less_kept():
@@ -33,3 +39,51 @@ def test_what_would_be_fastest_but_does_not_fit_is_planned_with_less_kept():
     assert with_less_kept([large, refused], sketched, where) is sketched[3]
     assert with_less_kept([large, refused, fits], sketched, where) is None
     assert with_less_kept([fits], sketched, where) is None, "another mesh is not like it"
+
+
+# A mixture of experts that is planned in a second, on four chips.
+MIXTURE = {
+    "model.layers": "2", "model.embed": "256", "model.mlp": "512", "model.heads": "4", "model.kv_heads": "2",
+    "model.head_dim": "64", "model.vocab": "1024", "model.experts": "4", "data.sequence_length": "256",
+    "batch_size": "16", "mesh.data": "4", "mesh.expert": "1",
+}  # fmt: skip
+
+
+def mixture(**options: str) -> Run:
+    return load_run("mixtral_8x7b_v5p_64", MIXTURE | options)
+
+
+def test_only_mixtures_on_tpus_whose_loops_nobody_asked_for_are_tried_written_out():
+    tpu = target("v5p:2x2x1")
+    assert writes_out(mixture(), tpu) and writes_out(mixture(scan_layers="false"), tpu)
+    assert not writes_out(mixture(scan_layers="true"), tpu)
+    assert not writes_out(mixture(), target("4xH100")) and not writes_out(small(), tpu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("written", ["null", "false"])
+def test_a_search_plans_the_fastest_also_with_layers_written_out(written):
+    """Whatever the run says: its loops are planned first, and options are those that the run lacks."""
+    where = target("v5p:2x2x1")
+    run = mixture(scan_layers=written)
+    found = search(run, where, most=2)
+    by_scan = {scan: [c for c in found.candidates if c.run.scan_layers is scan] for scan in (None, False)}
+    assert by_scan[None] and by_scan[False] and len(by_scan[False]) <= 2 + (written == "false")
+    for c in found.candidates:
+        assert c.plan is not None
+        assert c.options.get("scan_layers") == {None: None, False: "false"}[c.run.scan_layers] or written == "false"
+        assert c.options.get("scan_layers") == {None: "null", False: None}[c.run.scan_layers] or written == "null"
+        again = load_run("mixtral_8x7b_v5p_64", MIXTURE | {"scan_layers": written} | dict(c.options))
+        assert quick_plan(again, where).seconds == c.plan.seconds, "options as they are told give what was promised"
+    runs = [c.run for c in found.candidates]
+    assert all(one != other for number, one in enumerate(runs) for other in runs[:number]), "none is planned twice"
+
+
+def test_a_plan_advises_to_write_layers_out_where_that_is_faster():
+    where = target("v5p:2x2x1")
+    run = dataclasses.replace(mixture(**{"data.sequence_length": "2048"}), remat=Remat(policy="saved"))
+    plan = quick_plan(run, where)
+    planned = lambda options: quick_plan(dataclasses.replace(run, scan_layers=options != "--scan_layers false"), where)
+    said = [line for line in advice(plan, planned) if "--scan_layers false" in line]
+    assert len(said) == 1 and "copies what kernels make for the backward pass" in said[0]
+    assert not any("--scan_layers" in line for line in advice(planned("--scan_layers false"), planned))

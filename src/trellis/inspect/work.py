@@ -52,6 +52,7 @@ COPIED = {"tpu": 2.0, "gpu": 1.6}
 Alone = Literal["", "laid out anew", "turned", "gathered", "of gathered rows", "copied"]
 ANEW: Alone = "laid out anew"
 TURNED: Alone = "turned"
+STACKED: Alone = "copied"
 # How much longer a table's turn takes than streamed bytes, by libtpu's schedule of one of 1,000,000 words on v5e.
 _TURN = 3.0
 # Kinds of pieces for which libtpu's schedule has no estimate: they are kernels.
@@ -161,7 +162,7 @@ def _alone(operation: Operation, what: Alone, slower: float = 1.0, array: Value 
 
 def _copies(scan: Operation, kind: str) -> Iterator[Piece]:
     for value, place in copied(scan, kind):
-        counted = dict(num_bytes=2.0 * value.num_bytes, slower=COPIED[kind], alone="copied")
+        counted = dict(num_bytes=2.0 * value.num_bytes, slower=COPIED[kind], alone=STACKED)
         piece = _piece(place, "elementwise", f"{_show(value)} copied, of a loop's stack", **counted)
         yield dataclasses.replace(piece, times=scan.times * scan.params["length"], direction=scan.direction)
 

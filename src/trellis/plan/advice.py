@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from trellis.errors import UserError
 from trellis.figures import numbers
-from trellis.inspect.work import ANEW, TURNED
+from trellis.inspect.work import ANEW, STACKED, TURNED
 from trellis.nn.moe.dispatch import WORDS
 from trellis.plan.adapt import DATA_AXES
 from trellis.plan.quick import Plan
@@ -134,6 +134,14 @@ def advice(plan: Plan, planned: Callable[[str], Plan] | None = None, larger: str
         found.append(
             f"{anew / total:.0%} of the step lays experts out anew, slices of whose widths are gathered in another "
             "order: slice them by number (--layout.params.experts, over mesh axes that divide it)"
+        )
+    if plan.target.chip.kind == "tpu" and (copies := alone(STACKED)) > 0.03 * total:
+        found += trial.helping(
+            (
+                f"{copies / total:.0%} of the step copies what kernels make for the backward pass, because layers are a "
+                "loop: write them out (--scan_layers false), which takes longer to compile",
+                "--scan_layers false",
+            )
         )
     return found + _products(trial, total) + _update(trial, total)
 

@@ -135,6 +135,33 @@ def _kind(candidate: Candidate) -> tuple:
     return layout.context, mesh.model, mesh.context, mesh.replica, mesh.expert, mesh.expert_y, mesh.stage, layout.preset
 
 
+def writes_out(run: Run, target: Target) -> bool:
+    """Whether a search tries a run also with layers that are written out: mixtures of experts on TPUs, where a loop
+    copies what kernels make for the backward pass, which is much of what they keep."""
+    staged = run.mesh.stage > 1
+    return target.chip.kind == "tpu" and run.model.experts > 1 and not staged and run.scan_layers is not True
+
+
+def written_out(planned: Sequence[Candidate], target: Target, written: Run) -> list[Candidate]:
+    """The two fastest that surely fit whose layers are a loop, with layers that are written out. They have no plan yet.
+
+    Args:
+        planned: the candidates with their plans, or why there is none.
+        target: the hardware.
+        written: the run as the user wrote it.
+    """
+    done = [c.run for c in planned if c.run.scan_layers is False]
+    able = [c for c in planned if c.plan is not None and c.peak <= _ROOM * target.chip.hbm_bytes]
+    able = [c for c in able if c.run.scan_layers is None and writes_out(c.run, target)]
+    found = []
+    for c in sorted(able, key=lambda c: c.seconds)[:2]:
+        run = dataclasses.replace(c.run, scan_layers=False)
+        options = {name: value for name, value in c.options.items() if name != "scan_layers"}
+        options |= {} if written.scan_layers is False else {"scan_layers": "false"}
+        found += [dataclasses.replace(c, run=run, options=options, plan=None)] if run not in done else []
+    return found
+
+
 def with_less_kept(planned: Sequence[Candidate], sketched: Sequence[Candidate], target: Target) -> Candidate | None:
     """The next candidate worth a plan once others have theirs: one that would be the fastest but does not fit, on the
     same mesh and layout with other checkpointing or microbatches. None if none promises to be faster than what fits.

@@ -1,9 +1,9 @@
 """Searches for a better setting: meshes, layouts, kinds of context parallelism, schedules of stages, microbatches and
 checkpoint policies.
 
-All variants are sketched in microseconds, the best few of each mesh are planned from types, and, on request, the best
-of those are compiled. The result is the frontier of time against memory, the fastest that fits as options to paste, and
-what held the others back.
+All variants are sketched in microseconds, the best few of each mesh are planned from types, for mixtures of experts on
+TPUs the fastest also with layers that are written out, and, on request, the best of those are compiled. The result is
+the frontier of time against memory, the fastest that fits as options to paste, and what held the others back.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from trellis.models.protocol import stacked
 from trellis.named.pipeline.parts import Parts
 from trellis.named.pipeline.schedule import Schedule
 from trellis.plan.adapt import DATA_AXES, data_sizes
-from trellis.plan.candidate import Candidate, promising, with_less_kept
+from trellis.plan.candidate import Candidate, promising, with_less_kept, writes_out, written_out
 from trellis.plan.quick import quick_plan
 from trellis.plan.sketch import sketch
 from trellis.plan.ways_to_fit import POLICIES, some_names
@@ -241,6 +241,8 @@ def _options(before: Run, after: Run) -> dict[str, str]:
         found["microbatches"] = str(after.parts)
     if before.accumulation != after.accumulation:
         found["accumulation"] = after.accumulation
+    if before.scan_layers != after.scan_layers:
+        found["scan_layers"] = "null" if after.scan_layers is None else str(after.scan_layers).lower()
     for name in ("context_y", "pipeline_microbatches", "pipeline_groups"):
         if getattr(before.layout, name) != (now := getattr(after.layout, name)):
             found[f"layout.{name}"] = "null" if now is None else str(now)
@@ -280,7 +282,9 @@ def search(
     found, refusals = [], []
     whole, run, written = run, run.at(start), written or run
     refused = functools.cache(functools.partial(_refused, described_devices(target), whole))
-    for variant, options in variants(run, target, written):
+    # Plans of layers that are written out take long. The fastest have them, once it is known which these are.
+    looped = dataclasses.replace(run, scan_layers=None) if writes_out(run, target) else run
+    for variant, options in variants(looped, target, written):
         if why := refused(variant.mesh, variant.layout, variant.microbatches, variant.accumulation):
             refusals.append(why)
         elif not whole.lengths:
@@ -311,6 +315,7 @@ def search(
         if (candidate := with_less_kept(planned, sketched, target)) is None:
             break
         planned.append(plan(candidate))
+    planned += map(plan, written_out(planned, target, written))
     if progress:
         print(file=sys.stderr)
     if compile_best:
@@ -348,7 +353,7 @@ def _throughout(whole: Run, start: int, variant: Run) -> Run | None:
     try:
         found = dataclasses.replace(
             whole, mesh=variant.mesh, layout=variant.layout, accumulation=variant.accumulation, remat=variant.remat,
-            microbatches=whole.microbatches if same else variant.microbatches,
+            scan_layers=variant.scan_layers, microbatches=whole.microbatches if same else variant.microbatches,
         )  # fmt: skip
     except UserError:
         return None
@@ -389,7 +394,7 @@ def _itself(run: Run, target: Target, written: Run, whole: Run) -> Candidate | N
 
 def _same(one: Run, run: Run, target: Target) -> bool:
     """Whether a variant is the run's own setting, which is always planned for comparison."""
-    parts = lambda r: (r.layout, r.parts, r.remat, r.accumulation)
+    parts = lambda r: (r.layout, r.parts, r.remat, r.accumulation, r.scan_layers)
     try:
         sizes = [r.mesh.resolve(target.num_devices) for r in (one, run)]
     except UserError:
@@ -408,7 +413,7 @@ def best(able: list[Candidate]) -> Candidate | None:
     kinds = lambda mesh: sum(
         size > 1 for size in (mesh.model, mesh.context, mesh.expert, mesh.expert_y, mesh.replica, mesh.stage)
     )
-    return min(close, key=lambda c: (kinds(c.run.mesh), c.parts, c.seconds), default=None)
+    return min(close, key=lambda c: (kinds(c.run.mesh), c.parts, c.run.scan_layers is False, c.seconds), default=None)
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:
