@@ -87,6 +87,7 @@ def row(name: str) -> tuple[str, ...]:
 def settings_of(run: Run) -> str:
     """Tells runs apart whose plans may differ; a field that is new, and has its default, makes no difference."""
     given = {name: _given(getattr(run, name)) for name in PLANNED}
+    given |= {} if run.scan_layers is None else {"scan_layers": run.scan_layers}
     given |= {"length": run.data.sequence_length, "options": sorted(run.compiler_options.items())}
     return hashlib.sha256(repr(given).encode()).hexdigest()[:8]
 

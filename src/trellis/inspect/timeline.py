@@ -7,7 +7,6 @@ memory of its own: the value of an elementwise chain exists when something that 
 a collective, a loop, an output) reads it, and until then keeps alive what it is made of.
 """
 
-import bisect
 import collections
 import dataclasses
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from trellis.inspect import fusion
 from trellis.inspect.buffers import KINDS, Buffer, describe
 from trellis.inspect.moved import Moved
 from trellis.program import Body, Operation, Program, Value
-from trellis.program.flow import weights_in_use
+from trellis.program.flow import last_forward, last_uses, weights_in_use
 from trellis.program.said import held_said
 
 # What the compiler's allocator loses between buffers, as a share of everything that is not an argument. The layouts of
@@ -94,8 +93,21 @@ class _Held:
         be smaller than what it alone keeps alive."""
         if self.buffer is not None or self.pinned or not self.uses or self.value is None:
             return False
-        alone = [part.buffer.num_bytes for part in self.leaves() if part.buffer and part.uses == 1 and not part.pinned]
-        return self.lazy or sum(alone) > self.value.device_bytes
+        return self.lazy or self.alone() > self.value.device_bytes
+
+    def alone(self) -> int:
+        """The bytes of what nothing but this chain keeps alive, and of products in it, which would be written."""
+        found, todo, others = 0, list(self.made_of), {}
+        while todo:
+            part = todo.pop()
+            others[part] = others.get(part, part.uses) - 1
+            if not others[part] and not part.pinned:
+                todo += part.made_of
+                if part.buffer is not None:
+                    found += part.buffer.num_bytes
+                elif part.lazy and part.value is not None:
+                    found += part.value.device_bytes
+        return found
 
     @property
     def fused(self) -> bool:
@@ -172,10 +184,13 @@ class _Walk:
         self.host = 0  # bytes of the host's memory that its results, and those of the loops in it, take
         self.lazy, self.results = fusion.fused_results(body), set(body.results)
         self.updating, self.turning = fusion.read_in(body, ("update",)), fusion.read_in(body, _BACKWARD)
-        self.last = _last_uses(body)
-        self.ends = collections.defaultdict(list)
+        self.last = last_uses(body)
+        self.ends, self.forward_ends = collections.defaultdict(list), collections.defaultdict(list)
         for value, last in self.last.items():
             self.ends[last].append(value)
+        for value, last in last_forward(body).items():
+            if value in self.turning:
+                self.forward_ends[last].append(value)
 
     # What is there.
 
@@ -281,6 +296,9 @@ class _Walk:
                     held = self.values.pop(value)
                     held.uses -= value in self.last
                     self.drop(held)
+            for value in self.forward_ends[operation.number]:
+                if value in self.values and (held := self.values[value]).better_written():
+                    self.write(operation, held, held.value)
 
     def operation(self, operation: Operation) -> None:
         if self.forward and operation.direction in _BACKWARD:
@@ -469,21 +487,3 @@ class _Walk:
         room, around = max(self.loops, key=lambda loop: loop[0], default=(0, set()))
         later = [taken.num_bytes for taken in self.at_peak if taken not in around]
         return max(room - VECTOR_MEMORY - sum(size for size in later if size <= room / 2), 0)
-
-
-def _last_uses(body: Body) -> dict[Value, int]:
-    """The number of the operation of a body after which each of its values ends. A call's arguments stay until it ends;
-    if a loop or a branch ends the call, until that does."""
-    last: dict[Value, int] = {}
-    for operation in body.operations:
-        for value in operation.inputs:
-            number, frame = operation.number, operation.frame
-            while frame is not value.frame and frame not in value.frame.around:
-                number, frame = frame.last, frame.outer
-            last[value] = max(last.get(value, -1), number)
-    own = [operation.number for operation in body.operations]
-    last = {value: own[bisect.bisect(own, number) - 1] for value, number in last.items()}
-    for value in body.results:
-        if value.literal is None:
-            last[value] = own[-1] + 1 if own else 0
-    return last

@@ -1,6 +1,7 @@
 """What depends on what in a program: values made of parameters alone or of no argument at all, what its communication
-moves, what loops repeat, and what is zero."""
+moves, what loops repeat, what is zero, and what reads each value last."""
 
+import bisect
 import math
 from collections.abc import Iterator
 
@@ -411,3 +412,28 @@ def origin(value: Value) -> Value:
             value = value.outer
         else:
             return value
+
+
+def last_forward(body: Body) -> dict[Value, int]:
+    """The number of the last operation of a body's forward pass that makes or reads each value. What only the backward
+    pass reads from there on is written then, if it is smaller than what it is made of."""
+    forward = [operation for operation in body.operations if operation.direction == "forward"]
+    return {value: operation.number for operation in forward for value in (*operation.results, *operation.inputs)}
+
+
+def last_uses(body: Body) -> dict[Value, int]:
+    """The number of the operation of a body after which each of its values ends. A call's arguments stay until it ends;
+    if a loop or a branch ends the call, until that does."""
+    last: dict[Value, int] = {}
+    for operation in body.operations:
+        for value in operation.inputs:
+            number, frame = operation.number, operation.frame
+            while frame is not value.frame and frame not in value.frame.around:
+                number, frame = frame.last, frame.outer
+            last[value] = max(last.get(value, -1), number)
+    own = [operation.number for operation in body.operations]
+    last = {value: own[bisect.bisect(own, number) - 1] for value, number in last.items()}
+    for value in body.results:
+        if value.literal is None:
+            last[value] = own[-1] + 1 if own else 0
+    return last

@@ -60,6 +60,8 @@ def gpt_oss_20b_b200_8() -> Run:
 def gpt_oss_20b_v5p_64() -> Run:
     """gpt_oss_20b on a v5p slice of 64 chips, 4 x 4 x 4.
 
+    Layers are written out: a loop copies what kernels make for the backward pass, a tenth of a step.
+
     trellis plan gpt_oss_20b_v5p_64 --on v5p:4x4x4
     """
     return dataclasses.replace(
@@ -69,6 +71,7 @@ def gpt_oss_20b_v5p_64() -> Run:
         mesh=MeshSizes(data=4, data_y=4, data_z=4),
         layout=LayoutChoice(preset="fsdp", params=FrozenMap(experts="data/data_y")),
         remat=Remat(policy="saved", names=("query", "key", "value", "attention", "mlp_gate", "mlp_up")),
+        scan_layers=False,
         compiler_options=FrozenMap(V5P_AND_TWO_SIDES),
     )
 
