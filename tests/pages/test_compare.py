@@ -102,6 +102,25 @@ def test_a_value_between_two_points_of_the_grid_is_shown(tmp_path):
     assert len(drawn) == 1 and all(f'class="dots s{i}"' in drawn[0] for i in (0, 1)), drawn
 
 
+def test_runs_of_less_than_a_second_have_seconds_below_their_curves(tmp_path):
+    runs = [make(tmp_path / name, rate=0.1, steps=9, tokens=10, seconds=0.05) for name in ("a", "b")]
+    (figure,) = re.findall(r"<figure>(?:(?!<figure>).)*Loss over seconds.*?</figure>", page(map_read(runs)), re.S)[:1]
+    below = re.search(r'<div class="xaxis">(.*?)</div>', figure)[1]
+    assert re.findall(r"left:([\d.]+)%\S*>([\d.]+)<", below)[:2] == [("12.50", "0.1"), ("37.50", "0.2")]
+    assert re.findall(r'class="curve s0"', figure) and "L100.00 " in figure  # up to the end
+
+
+def test_every_run_has_a_colour_of_its_own(two):
+    made = page(map_read([two[0]] * MOST_RUNS))
+    values = dict(re.findall(r"--([sk]\d):(#\w+)", made.partition("data-theme")[0]))
+    shown = [re.search(rf"i\.s{i}{{background:var\(--(\w+)\)}}", made)[1] for i in range(MOST_RUNS)]
+    assert len({values[name] for name in shown}) == MOST_RUNS
+
+
+def map_read(folders: list[Path]) -> list:
+    return [read_folder(folder) for folder in folders]
+
+
 def test_a_file_that_is_no_yaml_is_refused(two):
     for text_of, seen in (("steps: [", "while parsing a flow node"), ("many", "many")):
         (two[1] / "run.yaml").write_text(text_of)

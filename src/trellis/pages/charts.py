@@ -90,7 +90,13 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [int(t) if step >= 1 else round(t, 12) for t in ticks]
 
 
-def draw(chart: Chart, steps: Sequence[int], number: int, marks: Mapping[float, str] = FrozenMap()) -> Markup:
+def draw(
+    chart: Chart,
+    steps: Sequence[float],
+    number: int,
+    marks: Mapping[float, str] = FrozenMap(),
+    whole: bool = True,
+) -> Markup:
     """The chart as HTML.
 
     Args:
@@ -98,9 +104,10 @@ def draw(chart: Chart, steps: Sequence[int], number: int, marks: Mapping[float, 
         steps: the step of each value, or anything else that grows with it.
         number: the chart's number on the page, by which the script finds its values.
         marks: what begins where, as vertical lines.
+        whole: whether only whole numbers are written below it.
     """
     low, high = chart.bounds()
-    first, last = steps[0], max(steps[-1], steps[0] + 1)
+    first, last = steps[0], steps[-1] if steps[-1] > steps[0] else steps[0] + 1
     x = lambda step: 100 * (step - first) / (last - first)
     y = lambda value: 100 * (1 - (chart.place(value) - low) / (high - low))
     lines = []
@@ -120,7 +127,7 @@ def draw(chart: Chart, steps: Sequence[int], number: int, marks: Mapping[float, 
             vector_effect="non-scaling-stroke")
         for at, told in marks.items()
     ]  # fmt: skip
-    x_ticks = [t for t in nice_ticks(first, last, 6) if t == int(t)]
+    x_ticks = [t for t in nice_ticks(first, last, 6) if t == int(t) or not whole]
     plot = tag("svg", tag("g", *grid, class_="grid"), *lines, viewBox="0 0 100 100", preserveAspectRatio="none")
     names = [tag("span", tag("i", class_=f"s{i}"), s.name) for i, s in enumerate(chart.series)]
     return tag(
@@ -185,8 +192,8 @@ def _label(chart: Chart, value: float) -> str:
 
 
 def _round(value: float) -> str:
-    """A round number without the zeros that `count` would write: `500`, `12k`, `1.5M`."""
-    text = count(value)
+    """A round number without the zeros that `count` would write: `0.2`, `500`, `12k`, `1.5M`."""
+    text = count(value) if abs(value) >= 1000 else f"{value:g}"
     number, suffix = text.rstrip("kMGTP"), text.lstrip("-0123456789.")
     return f"{float(number):g}{suffix}"
 

@@ -21,9 +21,10 @@ MOST_RUNS = 8
 _POINTS = 300
 _SCALES = {"steps": "steps", "tokens": "tokens", "seconds": "seconds of training"}
 _SHOWN = {"loss": "Loss", "validation_loss": "Validation loss"}
-# The first two curves of a page take their colours from its style sheet.
+# The first two curves of a page take their colours from its style sheet, which are those of k0 and k4.
 _MORE_COLOURS = "".join(
-    f".curve.s{i},.dots.s{i}{{stroke:var(--k{i})}}i.s{i}{{background:var(--k{i})}}" for i in range(2, MOST_RUNS)
+    f".curve.s{i},.dots.s{i}{{stroke:var(--k{k})}}i.s{i}{{background:var(--k{k})}}"
+    for i, k in enumerate((2, 3, 1, 5, 6, 7), start=2)
 )
 
 
@@ -161,7 +162,7 @@ def page(runs: Sequence[RunFolder]) -> str:
             series = tuple(Series(curve.name, _resampled(curve, scale, name, grid)) for curve in found)
             chart = Chart(f"{title} over {words}", series)
             if chart.known:
-                drawn.append(draw(chart, grid, len(drawn)))
+                drawn.append(draw(chart, grid, len(drawn), whole=scale != "seconds"))
     differ = differences(runs)
     what = (
         table([(name, *values) for name, values in differ], head=("field", *(c.name for c in found)))
@@ -185,7 +186,7 @@ def page(runs: Sequence[RunFolder]) -> str:
 
 
 def _grid(first: float, last: float) -> list[float]:
-    last = max(last, first + 1)
+    last = last if last > first else first + 1
     return [first + (last - first) * i / (_POINTS - 1) for i in range(_POINTS)]
 
 

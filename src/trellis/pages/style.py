@@ -86,7 +86,7 @@ details{margin-top:12px}summary{cursor:pointer;color:var(--muted);font-size:13.5
 .slices svg{display:block;width:100%;height:86px;overflow:visible}
 .slices .cell{fill:var(--soft);stroke:var(--panel);stroke-width:1.5}.slices .mine{fill:var(--k0)}
 .slices code{display:block;overflow-wrap:anywhere;margin-top:7px}.slices small{color:var(--muted);font-size:12.5px}
-.keys+.note{margin-top:10px}.note{color:var(--muted);font-size:13.5px;margin:0 0 4px;max-width:75ch}
+.keys+.note,.scroll+.note{margin-top:10px}.note{color:var(--muted);font-size:13.5px;margin:0 0 4px;max-width:75ch}
 .start{display:grid;grid-template-columns:150px 1fr;gap:2px 16px;align-items:center;font-size:13.5px;margin-bottom:10px}
 .start small{color:var(--muted)}
 .track{position:relative;height:20px}
