@@ -14,7 +14,7 @@ from tests.train.small import GOOD
 from trellis.errors import UserError
 from trellis.train import distributed
 from trellis.train.distributed import detect, initialize
-from trellis.train.stopping import RunStopped, explain
+from trellis.train.stopping import RunStopped, Signals, explain
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -154,6 +154,28 @@ def test_a_process_lost_while_a_checkpoint_is_written_is_found_behind_the_timeou
     )
     alone = TimeoutError("Timed out")
     assert explain(alone, GOOD) is alone
+
+
+@pytest.mark.parametrize("before, stops_at", [(0, 1), (3, 4)])
+def test_a_signal_stops_all_processes_of_a_start_also_one_that_comes_before_its_first_step(
+    monkeypatch, before, stops_at
+):
+    """A resumed run asks after its steps 14, 15, ..., and JAX's service does not know of steps before a signal."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    service = {"call": 0, "stop": None}
+
+    def reached(number):
+        service["call"] = number
+        return service["stop"] == number
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", reached)
+    signals = Signals()
+    assert [signals.exit_code() for _ in range(before)] == [None] * before
+    service["stop"] = service["call"] + 1  # as the service chooses it when a process gets the signal
+    assert [signals.exit_code() for _ in range(3)] == [143] * 3 and service["call"] == stops_at
 
 
 def free_address():

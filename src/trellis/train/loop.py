@@ -291,7 +291,7 @@ class _Loop:
                     self._note(self._compiled(step.programs[-1], index, last_good))
                 self._drain.excuse()
             profile.after(index, metrics)
-            exit_code = self._signals.exit_code(made)
+            exit_code = self._signals.exit_code()
             last = made >= self._stop or exit_code is not None
             save = last or _due(made, run.checkpoints.every)
             again = self._feed.again and functools.partial(self._feed.again, index)

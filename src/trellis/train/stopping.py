@@ -162,6 +162,7 @@ class Signals:
     def __init__(self) -> None:
         self._noted: int | None = None  # the signal that this process got
         self._received: int | None = None  # that at which the run ends
+        self._asked = 0  # steps of this start
         self._before: dict[int, object] = {}
         self._together = jax.process_count() > 1
 
@@ -177,16 +178,17 @@ class Signals:
             signal.signal(number, handler)
         self._before.clear()
 
-    def exit_code(self, step: int) -> int | None:
+    def exit_code(self) -> int | None:
         """128 and the signal's number once the run is to stop, 143 if another process got it; else None.
 
-        Args:
-            step: how many steps have been made; every process asks once a step.
+        Every process asks once a step. JAX's service stops all at the number after the last that any has asked with.
+        It has to start at 1 in each start of a run: a signal before the first step makes all stop at number 1.
         """
+        self._asked += 1
         if self._together and self._received is None:
             from jax.experimental import multihost_utils
 
-            if multihost_utils.reached_preemption_sync_point(step):
+            if multihost_utils.reached_preemption_sync_point(self._asked):
                 self._received = self._noted or signal.SIGTERM
         return None if self._received is None else 128 + self._received
 
