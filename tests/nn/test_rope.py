@@ -61,3 +61,10 @@ def test_the_product_that_exchanges_pairs_renames_one_dimension(monkeypatch):
 def test_what_cannot_be_rotated_is_refused(size, theta, pairs, message):
     with pytest.raises(NamesError, match=message):
         nn.rotary_tables(tr.arange(tr.Axis("pos", 4)), tr.Axis("head_dim", size), theta, pairs=pairs)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_keeps_a_single_frequency(truncate):
+    """It is the highest, of which YaRN stretches none."""
+    scaling = nn.YarnScaling(factor=4.0, original_context=2048, truncate=truncate)
+    assert rope.frequencies(2, 1e4, scaling).tolist() == [1.0]

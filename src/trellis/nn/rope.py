@@ -122,7 +122,8 @@ class YarnScaling:
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         count = len(frequencies)
-        step = math.log(frequencies[0] / frequencies[-1]) / (count - 1) if count > 1 else 1.0
+        # A single frequency is the highest, which is kept.
+        step = math.log(frequencies[0] / frequencies[-1]) / (count - 1) if count > 1 else math.inf
         # The place of the frequency that turns this often in the original context.
         place = lambda turns: math.log(self.original_context * frequencies[0] / (2 * math.pi * turns)) / step
         low, high = place(self.beta_fast), place(self.beta_slow)
