@@ -20,9 +20,9 @@ MaxText's August 2026 main through its compile-only entry point; rows with MaxTe
 `workers/compile_maxtext.py`.
 """
 
+import argparse
 import dataclasses
 import shlex
-import sys
 from pathlib import Path
 
 from tables import aligned
@@ -253,4 +253,9 @@ def _write(kept: dict[str, list[str]]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=(every := ", ".join(row.name for row in ROWS)))
+    args = parser.parse_args()
+    if absent := set(args.rows) - {row.name for row in ROWS}:
+        parser.error(f"no row {' '.join(sorted(absent))}; there are {every}")
+    main(args.rows)

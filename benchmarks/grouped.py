@@ -17,8 +17,8 @@ grouped product can reach where there are many groups, because their matrices ha
 matrices: a product batched over groups of the same size. In huge pages, where Linux gives them, as `trellis train`.
 """
 
+import argparse
 import re
-import sys
 import time
 
 import jax
@@ -128,11 +128,11 @@ def on_cpu() -> None:
             print(f"{dtype:9} {title:35} {measured(dtype, rows, inner, columns, groups)}", flush=True)
 
 
-def main() -> None:
+def main(chips: list[str]) -> None:
     print(f"JAX {jax.__version__}; compiled, nothing ran. Rows multiplied over rows: even load; uneven load\n")
     print(f"{'':35} {'on':5} {'kernels':>7}  {'dense':>5}  {'temporaries':>11}  rows")
     for title, (rows, inner, columns, groups, even) in SHAPES.items():
-        for chip in sys.argv[1:]:
+        for chip in chips:
             done = compiled(ONE[chip], rows, inner, columns, groups)
             text = done.as_text()
             kernels = len(
@@ -148,9 +148,12 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:]:
-        sys.exit(__doc__)
-    if sys.argv[1:] == ["cpu"]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("where", nargs="+", choices=("cpu", *ONE))
+    where = parser.parse_args().where
+    if "cpu" in where:
+        if where != ["cpu"]:
+            parser.error("cpu is measured by itself")
         trellis_start.use_huge_pages()
     jax.config.update("jax_platforms", "cpu")
-    on_cpu() if sys.argv[1:] == ["cpu"] else main()
+    on_cpu() if where == ["cpu"] else main(where)

@@ -7,6 +7,7 @@ Times alternate, so that what else the machine does meets both. Prints medians, 
 once, and the bytes that a device sends. A comparison puts the batch on the devices once more; reading it is not in.
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -22,7 +23,12 @@ ROUNDS, EVERY = 15, 100
 
 
 def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.allow_abbrev = False
+    _, words = parser.parse_known_args(words)
     recipe = words.pop(0) if words and not words[0].startswith("--") else "starter"
+    if len(words) % 2 or not all(name.startswith("--") for name in words[::2]):
+        parser.error(f"fields are given as --FIELD VALUE, got {' '.join(words)}")
     options = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     run = load_run(recipe, {"layout.preset": "data", **options, "guard.every": str(EVERY)})
     assembled = assemble(run, find_devices(run))

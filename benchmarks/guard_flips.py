@@ -7,6 +7,7 @@ is held once has nothing to be compared with: there steps are made twice, where 
 once on every mesh axis.
 """
 
+import argparse
 import dataclasses
 import os
 import sys
@@ -34,4 +35,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -18,7 +18,6 @@ import argparse
 import collections
 import json
 import pathlib
-import platform
 import re
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
+from train_speed import processor
 
 import trellis as tr
 from trellis.nn import next_token_loss
@@ -140,7 +140,7 @@ def last_losses(folder: pathlib.Path) -> tuple[float, float]:
 
 def losses(recipe: str, seeds: int, kinds: list[str], more: list[str]) -> None:
     print(
-        f"{recipe} {' '.join(more)}: mean loss of the last tenth of the steps, on {platform.processor() or 'a CPU'}, "
+        f"{recipe} {' '.join(more)}: mean loss of the last tenth of the steps, on {processor()}, "
         "and the validation loss after them\n"
     )
     found = {kind: [] for kind in kinds}

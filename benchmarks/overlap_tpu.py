@@ -268,7 +268,7 @@ def programs(product: Product, part: str, devices, only=None):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slices", nargs="*", default=list(SLICES))
     parser.add_argument("--products", nargs="*", default=list(PRODUCTS))
     parser.add_argument("--parts", nargs="*", default=list(PARTS))

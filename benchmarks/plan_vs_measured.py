@@ -8,8 +8,8 @@ train step. On a CPU everything runs on one core, and seconds are those that the
 machine then disturbs little. The error is the prediction over the measurement, less one: positive is pessimistic.
 """
 
+import argparse
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy as np
 jax.config.update("jax_num_cpu_devices", 1)
 
 from tables import aligned  # noqa: E402
+from train_speed import processor  # noqa: E402
 
 from trellis.data import Batch  # noqa: E402
 from trellis.plan import local_target, measure_machine, plan_of, prepare  # noqa: E402
@@ -109,7 +110,7 @@ def main() -> None:
             (what, f"{plan.seconds * 1e3:.0f} ms", f"{seconds * 1e3:.0f} ms", f"{error:+.0%}", plan.times.binding)
         )
     table = aligned(("shape", "predicted", "measured", "error", "waits for"), lines, right=(1, 2, 3))
-    machine = f"{platform.processor() or platform.machine()}, {devices[0].device_kind}, jax {jax.__version__}"
+    machine = f"{processor()}, {devices[0].device_kind}, jax {jax.__version__}"
     said = "published peaks"
     if rates is not None:
         said = "one core, measured: " + ", ".join(f"{name} {value:.3g}" for name, value in rates._asdict().items())
@@ -122,4 +123,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

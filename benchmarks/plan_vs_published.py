@@ -12,6 +12,7 @@ Trellis's step has a fused attention kernel and a loss in chunks. seqax has neit
 memory in float32 and are made again in the backward pass. That is counted for its rows, see `plain_seconds`.
 """
 
+import argparse
 import dataclasses
 import statistics
 from pathlib import Path
@@ -195,4 +196,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

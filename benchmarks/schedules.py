@@ -43,7 +43,7 @@ def row(name: str, folder: Path) -> tuple[str, ...]:
 
 def main() -> int:
     """Makes the rows of the names given; without, of all recipes for GPUs."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--names", nargs="*", default=[])
     parser.add_argument("--folder", type=Path, default=Path("costs"), help="where files of costs are written")
     args = parser.parse_args()

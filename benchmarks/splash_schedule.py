@@ -10,6 +10,7 @@ for each pair of a query and a key. What waits for memory is not counted. The ra
 `src/trellis/hardware/chips.yaml` come from here.
 """
 
+import argparse
 import math
 import os
 import re
@@ -166,14 +167,21 @@ def cycles_of(bundles: list[tuple[int, str]], grid, sides, *, causal: bool, colu
 
 
 def main(names: list[str]) -> None:
-    """Measures each chip in a process of its own, since libtpu reads its options once, and writes the table."""
+    """Measures each chip in a process of its own, since libtpu reads its options once, and writes the table.
+
+    Chips that are not named keep their lines.
+    """
     if os.environ.get("LIBTPU_INIT_ARGS", "").startswith("--xla_jf_dump_to="):
         folder = Path(os.environ["LIBTPU_INIT_ARGS"].split()[0].partition("=")[2])
         for line in measure(names[0], folder):
             print(" | ".join(line), flush=True)
         return
     lines = []
-    for chip in names or SLICES:
+    kept = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    for chip in SLICES:
+        if names and chip not in names:
+            lines += [tuple(re.split("  +", line)) for line in kept if line.startswith(f"{chip} ")]
+            continue
         with tempfile.TemporaryDirectory() as folder:
             options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=false"
             done = subprocess.run(
@@ -196,4 +204,9 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chips", nargs="*", metavar="CHIP", help=", ".join(SLICES))
+    args = parser.parse_args()
+    if absent := set(args.chips) - set(SLICES):
+        parser.error(f"no chip {' '.join(sorted(absent))}; there are {', '.join(SLICES)}")
+    main(args.chips)

@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from train_speed import processor
+
 from trellis.recipes import starter
 
 
@@ -66,7 +68,7 @@ def main() -> int:
         print(f"{name:16} {value:7.3f}  promised {wanted[name]:6.2f}{verdict}")
     print(f"{seconds:.0f} s from command to end, {last['tokens_per_second']:,.0f} tokens/s at the end")
     if args.out:
-        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        machine = {"processor": processor(), "cores": os.cpu_count()}
         rows = {
             "machine": machine,
             "python": platform.python_version(),

@@ -8,6 +8,7 @@ Both keep the same for the backward pass: the gate of the feed-forward block is 
 At run time names cost nothing: `tests/equivalence/test_plain.py` holds the compiled programs against each other.
 """
 
+import argparse
 import cProfile
 import json
 import statistics
@@ -113,6 +114,7 @@ def measure(rounds: int = 30) -> dict:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     jax.config.update("jax_platforms", "cpu")
     json.dump(measure(), sys.stdout, indent=2)
     print()

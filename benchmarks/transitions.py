@@ -7,10 +7,10 @@ the same for all platforms) and adds up the bytes that a device sends by the com
 the first way are held against what was compiled. Counts, exact on any machine.
 """
 
+import argparse
 import itertools
 import random
 import statistics
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -72,5 +72,8 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", nargs="?", type=int, default=300, metavar="COUNT")
+    args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
-    main(int(sys.argv[1]) if sys.argv[1:] else 300)
+    main(args.count)
