@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trellis.errors import UserError
 
@@ -67,6 +67,28 @@ def naming(path: Path) -> Generator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+# What the system says if nobody reads: the other end of a pipe has ended, or a terminal was closed.
+_NO_READER = (errno.EPIPE, errno.EIO)
+
+
+@contextlib.contextmanager
+def unread(stream: TextIO) -> Generator[None]:
+    """Within it, a stream whose reader is gone is no error: what is written to it goes nowhere from then on."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno not in _NO_READER:
+            raise
+        drop_output(stream)
+
+
+def drop_output(stream: TextIO) -> None:
+    """Output goes nowhere from here on; what is held of it would otherwise fail once more at Python's exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def write_whole(path: Path, text: str) -> None:

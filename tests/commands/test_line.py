@@ -1,6 +1,7 @@
 import io
 import os
 import pathlib
+import pty
 import runpy
 import subprocess
 import sys
@@ -320,5 +321,11 @@ def test_output_that_nobody_reads_changes_no_exit_code(monkeypatch):
         print("held by Python")
         assert line._written(143) == 143
         print("held again")  # and written nowhere
+    terminal, writer = pty.openpty()
+    os.close(terminal)
+    with open(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        print("held by Python", end="")
+        assert line._written(143) == 143
     monkeypatch.setattr(sys, "stdout", None)  # Python's after `>&-`
     assert line._written(3) == 3

@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import os
+import pty
 import sys
 import types
 
@@ -233,6 +235,19 @@ def test_progress_in_a_pipe_is_plain_lines():
     assert "validation 3.5000  1.2500 bits/byte" in evaluated and "  left " in evaluated
     assert last == "step 100/100  loss not finite  1.20k tok/s  MFU 31.0 % (33.0 % non-causal)  3.00 GiB"
     assert note == "a note"
+
+
+@pytest.mark.parametrize("ends", [os.pipe, pty.openpty], ids=["`| tee`", "terminal"])
+def test_a_run_whose_reader_is_gone_goes_on(ends):
+    """As where Ctrl-C ends `tee` at once, before the run has saved, or where a terminal is closed."""
+    reader, writer = ends()
+    with open(writer, "w") as stream:
+        progress = Progress(100, stream=stream, every=0.0)
+        os.close(reader)
+        progress.update(LINE)
+        progress.note("a note")
+        progress.update({**LINE, "step": 30})
+        progress.close()
 
 
 def test_a_run_that_pauses_shows_its_last_step():

@@ -9,7 +9,6 @@ import functools
 import gc
 import importlib
 import io
-import os
 import pathlib
 import pkgutil
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trellis.commands.command import Command
 from trellis.errors import TrellisError, UserError, did_you_mean
+from trellis.files import drop_output, unread
 from trellis.interrupts import end_at_once_on_interrupt, end_now, end_within, keep_interrupts
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def _written(code: int) -> int:
     """Writes what Python still holds of a command's output, where a failure can be told; returns the exit code."""
     try:
         if sys.stdout is not None:  # as after `>&-`
-            sys.stdout.flush()
+            with unread(sys.stdout):
+                sys.stdout.flush()
     except OSError as error:
         return _explained(error, code)
     return code
@@ -110,7 +111,7 @@ def _written(code: int) -> int:
 def _explained(error: OSError, code: int) -> int:
     """Tells of what the user can fix: no room, no permission, no such name. An error that names no file is raised."""
     if isinstance(error, BrokenPipeError):  # the reader of our output, such as `head`, has seen enough
-        _drop_output()
+        drop_output(sys.stdout)
         return code
     if error.filename is None and error.errno != errno.ENOSPC:
         raise error
@@ -122,13 +123,8 @@ def _explained(error: OSError, code: int) -> int:
     )
     print(f"trellis: {told}", file=sys.stderr)
     if error.filename is None:
-        _drop_output()
+        drop_output(sys.stdout)
     return told.exit_code
-
-
-def _drop_output() -> None:
-    """Output goes nowhere from here on; what is held of it would otherwise fail once more at Python's exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _overview() -> str:

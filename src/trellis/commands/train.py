@@ -1,7 +1,6 @@
 """`trellis train`."""
 
 import argparse
-import contextlib
 import dataclasses
 import shlex
 import sys
@@ -13,7 +12,7 @@ import jax
 
 from trellis.commands.command import Command, called, whole
 from trellis.errors import UserError
-from trellis.files import typed, write_json, write_whole
+from trellis.files import typed, unread, write_json, write_whole
 
 if TYPE_CHECKING:
     from trellis.inspect import Ledger
@@ -98,7 +97,7 @@ def execute(args: argparse.Namespace) -> int:
         check_folder(folder)
         check_alike(run, until=args.until)
         if not has_begun(folder):
-            chosen = choose(run, devices, tell=lambda text: print(text, flush=True))
+            chosen = choose(run, devices, tell=_say)
             if chosen.devices != run.devices:
                 devices = devices[: chosen.devices]
             run = chosen
@@ -106,7 +105,7 @@ def execute(args: argparse.Namespace) -> int:
             changed = _changed(folder, run, done())
             claim(folder, run, done=done(), write=is_first())
             for line in changed if is_first() else ():
-                print(line, flush=True)
+                _say(line)
             try:
                 code = train_run(run, folder, devices, until=args.until)
             finally:
@@ -203,9 +202,9 @@ def _report(folder: Path) -> None:
 
 
 def _say(text: str) -> None:
-    """Prints what follows a run. If its reader is gone, as after `| head`, the run ended as it did all the same."""
-    with contextlib.suppress(BrokenPipeError):
-        print(text)
+    """Prints a line about a run. If its reader is gone, as after `| head`, the run goes on, and ends, all the same."""
+    with unread(sys.stdout):
+        print(text, flush=True)
 
 
 def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | None = None) -> int:
@@ -256,11 +255,11 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     if is_first():
         _write_ledger(folder, ledgers, assembled)
         write_sections(folder, found)
-        print(f"{describe(found)}\nfolder   {folder}", flush=True)
+        _say(f"{describe(found)}\nfolder   {folder}")
         if not corpus.validation:
-            print(_without_validation(run, corpus), flush=True)
+            _say(_without_validation(run, corpus))
         if corpus.tokenizer is None:
-            print(_WITHOUT_TOKENIZER, flush=True)
+            _say(_WITHOUT_TOKENIZER)
 
     def sampled(state: TrainState) -> str:
         how = Sampling(temperature=0.8, top_k=50)
@@ -287,7 +286,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     work, check = work_of(assembled), StructureCheck(assembled, ledger, folder)
     pace = expected_pace(assembled, work)
     if worth_a_trial(assembled, pace, run.steps if until is None else until):
-        print("tries    a few steps on made-up tokens, to estimate how long the run takes", flush=True)
+        _say("tries    a few steps on made-up tokens, to estimate how long the run takes")
         pace = tried_pace(assembled)
     with assembled.layout:
         told = {"compiled": check, "first_collective": _first(ledger)}

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from trellis.figures.numbers import count, duration, size
 from trellis.figures.terminal import sparkline
+from trellis.files import unread
 
 _PAUSE = 10  # times the second longest time between two lines
 
@@ -44,13 +45,11 @@ class Progress:
         text = self.describe(line)
         if self._tty:
             self._bar = self._draw(text)
-            self._stream.write("\r\x1b[K" + self._bar)
-            self._stream.flush()
+            self._write("\r\x1b[K" + self._bar)
         due = self._shown is None or now - self._shown >= self._every
         if not self._tty and (due or "validation_loss" in line or int(line["step"]) >= self._stop):
             self._shown, self._unshown = now, ""
-            self._stream.write(text + "\n")
-            self._stream.flush()
+            self._write(text + "\n")
         elif not self._tty:
             self._unshown = text
         elif "validation_loss" in line:
@@ -86,8 +85,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Writes a line of its own, above the bar."""
-        self._stream.write(f"\r\x1b[K{text}\n{self._bar}" if self._tty else text + "\n")
-        self._stream.flush()
+        self._write(f"\r\x1b[K{text}\n{self._bar}" if self._tty else text + "\n")
 
     def forget(self) -> None:
         """Makes the time left follow from later lines only: the steps are different now."""
@@ -96,9 +94,14 @@ class Progress:
     def close(self) -> None:
         """Leaves the last line standing."""
         if self._bar or self._unshown:
-            self._stream.write(self._unshown + "\n")
-            self._stream.flush()
+            self._write(self._unshown + "\n")
             self._bar = self._unshown = ""
+
+    def _write(self, text: str) -> None:
+        """A run goes on if nobody reads: a Ctrl-C that also ended `tee` saves, and so does one without a terminal."""
+        with unread(self._stream):
+            self._stream.write(text)
+            self._stream.flush()
 
     def _left(self, step: int) -> float | None:
         """Seconds at the pace of the lines so far. One that took ten times as long as any other was a pause: a laptop
