@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.plan.plain import Config, abstract_mesh, build, num_parameters, traced
@@ -17,9 +18,9 @@ from trellis.pages.plan import page
 from trellis.plan.advice import advice
 from trellis.plan.links import links_of
 from trellis.plan.prepared import prepare
-from trellis.plan.quick import plan_program, quick_plan
+from trellis.plan.quick import plan_program, plan_step, quick_plan
 from trellis.plan.roofline import padded, times
-from trellis.plan.text import particulars, stages_chart
+from trellis.plan.text import particulars, stages_chart, text
 from trellis.recipes import load_run
 
 CONFIG = Config()
@@ -257,3 +258,12 @@ def test_a_tables_gradient_is_there_beside_the_sum_that_it_is_cast_from():
     held = quick_plan(load_run("llama_84m", sizes | {"mesh.data": "2", "mesh.data_y": "4"}), target("v6e:2x4")).memory
     assert [buffer.num_bytes for buffer in held.buffers[:2]] == [200000 * 512 * 4, 200000 * 512 * 2]
     assert held.peak == pytest.approx(963.5 * 2**20, rel=0.05)
+
+
+@pytest.mark.parametrize("on", ["1xH100", "v5e:1x1"])
+def test_a_step_on_plain_arrays_is_planned_for_one_device(on):
+    step = lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    plan = plan_step(step, jnp.ones((8, 8)), jnp.ones((4, 8)), target(on), name="own", tokens=4, model_flops=6 * 256)
+    assert not plan.ledger.rows
+    assert text(plan).startswith(f"own on {on}: 1 device\n")
+    assert "1 device;" in page(plan)

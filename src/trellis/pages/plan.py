@@ -17,7 +17,7 @@ from trellis.plan.narrow import HEADER, Brought
 from trellis.plan.phases import PHASES, RIGHT, PhasePlan, about_fullest, about_phases, phases_rows
 from trellis.plan.quick import Plan
 from trellis.plan.search import Found
-from trellis.plan.text import CAVEAT, STAGES, particulars, stages_chart
+from trellis.plan.text import CAVEAT, STAGES, devices_said, particulars, stages_chart
 from trellis.plan.verdict import Verdict, waited
 
 _STYLE = """
@@ -70,11 +70,9 @@ def page(
         advised: the plan's advice, if options were tried for it.
         phases: the plans of all lengths, if sequences become longer.
     """
-    mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     title = f"{plan.name} on {plan.target.name}"
     about = (
-        f"{plan.target.num_devices} devices, mesh {mesh}; {numbers.count(plan.parameters)} parameters, "
-        f"{numbers.count(plan.tokens)} tokens a step"
+        f"{devices_said(plan)}; {numbers.count(plan.parameters)} parameters, {numbers.count(plan.tokens)} tokens a step"
     )
     ticks = stages_chart(plan)
     changes = [*ways, *(advice(plan) if advised is None else advised)]

@@ -184,6 +184,8 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
     """
     check_tiles(mesh, target)
     chip = target.chip
+    if not mesh:  # a program of one device that names no mesh
+        return Links(target, {})
     if chip.torus:
         return Links(target, _on_torus(tuple(mesh.items()), target))
     parts: dict[str, list[Segment]] = {axis: [] for axis in mesh}

@@ -21,7 +21,6 @@ STAGES = "microbatches in the stages, forward (F) and backward (B)"
 def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
     """The first lines: whether it fits, how long, what it waits for, and how the recipe was fitted to the target."""
     chip = plan.target.chip
-    mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     room = chip.hbm_bytes - plan.memory.peak
     fits = (
         f"fits, {numbers.size(room)} free of {numbers.size(chip.hbm_bytes)}"
@@ -30,7 +29,7 @@ def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
     )
     per_device = plan.tokens_per_second / plan.target.num_devices
     lines = [
-        f"{plan.name} on {plan.target.name}: {plan.target.num_devices} devices, mesh {mesh}",
+        f"{plan.name} on {plan.target.name}: {devices_said(plan)}",
         *(f"  fitted      {line}" for line in fitted),
         f"  parameters  {numbers.count(plan.parameters)}; {numbers.count(plan.tokens)} tokens a step",
         f"  memory      {numbers.size(plan.memory.peak)} at the highest point; {fits}",
@@ -43,6 +42,13 @@ def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
         each = numbers.dollars(plan.price)
         lines.append(f"  price       {numbers.dollars(price)} for a billion tokens at {each} a device and hour")
     return "\n".join(lines)
+
+
+def devices_said(plan: Plan) -> str:
+    """The number of devices, and their mesh if the program has one."""
+    count = plan.target.num_devices
+    mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    return f"{count} device{'s' * (count > 1)}" + f", mesh {mesh}" * bool(mesh)
 
 
 def particulars(plan: Plan) -> list[tuple[str, str]]:
