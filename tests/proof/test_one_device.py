@@ -73,6 +73,16 @@ def test_the_plain_step_has_the_results_of_the_runs(monkeypatch, precision):
     assert on_one_device(run, padding=1).names == names
 
 
+def test_options_that_a_proof_does_without_are_named():
+    options = {"mesh.data": "1", "precision.products.mlp": "fp8", "precision.amax_history": "4"}
+    options |= {"precision.moments.mlp": "mxfp8", "precision.params": "bfloat16", "precision.updates": "random"}
+    run = load_run("tiny", options)
+    layout = make_layout(run.mesh, run.layout, jax.devices()[:1])
+    names = [sentence.split()[0].strip(":") for sentence in shrunk(run, layout).left_out]
+    assert names == ["precision.amax_history", "precision.moments", "precision.updates"]
+    assert not shrunk(load_run("tiny", {"mesh.data": "1"}), layout).left_out
+
+
 def _small(recipe, options):
     run = load_run(recipe, options)
     return shrunk(run, make_layout(run.mesh, run.layout, jax.devices()[:1])).run

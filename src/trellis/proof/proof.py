@@ -252,6 +252,7 @@ class Proof:
         between: whether a token stands between two experts, so that two right programs may be far apart.
         finding: what made it wrong, if it is.
         fitted: how the run was changed for the target, a sentence each.
+        left_out: what the run asks for and is not proven, a sentence each.
         seconds: how long each part took.
     """
 
@@ -271,6 +272,7 @@ class Proof:
     between: bool = False
     finding: Finding | None = None
     fitted: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property

@@ -29,6 +29,7 @@ def _head(proof: Proof) -> str:
     lines = [
         f"{proof.name} on {proof.target}: {math.prod(proof.mesh.values())} devices, mesh {mesh}",
         *(f"  fitted      {line}" for line in proof.fitted),
+        *(f"  left out    {line}" for line in proof.left_out),
         f"  compiled    by {versions} ({kept})",
     ]
     if compiled.options:
@@ -156,6 +157,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "kernels": list(proof.kernels),
         "structure": proof.structure.as_dict(),
         "fitted": list(proof.fitted),
+        "left_out": list(proof.left_out),
         "versions": dict(compiled.versions),
         "options": dict(compiled.options),
         "seconds": dict(proof.seconds),

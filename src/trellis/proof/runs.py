@@ -86,7 +86,8 @@ def prove_run(
     if explain and not proof.proven and not proof.fault:
         proof = dataclasses.replace(proof, finding=subject.why(compiled, bound))
         watch.note("looking for the reason")
-    return dataclasses.replace(proof, between=reference.between, fitted=tuple(trial.fitted), seconds=watch.seconds)
+    said = {"fitted": trial.fitted, "left_out": trial.left_out}
+    return dataclasses.replace(proof, between=reference.between, seconds=watch.seconds, **said)
 
 
 def _unrounded(subject: Subject, compiled: Compiled) -> Proof | None:
@@ -111,6 +112,7 @@ class Trial:
         padding: what its vocabulary is padded to a multiple of.
         chunk_bytes: of the loss.
         fitted: how the run was changed for the target.
+        left_out: what the run asks for and the step does without.
     """
 
     prepared: Prepared
@@ -118,6 +120,7 @@ class Trial:
     padding: int
     chunk_bytes: int | None
     fitted: tuple[str, ...]
+    left_out: tuple[str, ...]
 
     def written(self, reference: Reference, compiled: Compiled) -> tuple[Reference, float, str]:
         """What the step for one device computes with the run's own constants, before a compiler has seen it.
@@ -187,4 +190,4 @@ def small_trial(run: Run, target: Target, given: Collection[str] = ()) -> Trial:
     devices = compiler_devices(target)
     small = shrunk(run, make_layout(run.mesh, run.layout, devices, model_axes(run.model)))
     prepared = prepare(small.run, target, devices, chunk_bytes=small.chunk_bytes)
-    return Trial(prepared, target, vocab_multiple(prepared.layout), small.chunk_bytes, tuple(fitted))
+    return Trial(prepared, target, vocab_multiple(prepared.layout), small.chunk_bytes, tuple(fitted), small.left_out)

@@ -30,10 +30,12 @@ class Shrunk:
     Attributes:
         run: the run.
         chunk_bytes: of the loss, so that it has several chunks if the large one has; None for one chunk.
+        left_out: what the run asks for and this one does not, a sentence each.
     """
 
     run: Run
     chunk_bytes: int | None
+    left_out: tuple[str, ...] = ()
 
 
 def shrunk(run: Run, layout: Layout) -> Shrunk:
@@ -62,7 +64,18 @@ def shrunk(run: Run, layout: Layout) -> Shrunk:
         microbatches=parts,
         precision=dataclasses.replace(run.precision, moments={}, updates="nearest", amax_history=0),
     )
-    return Shrunk(small, _chunk_bytes(run, small, ways, few=few))
+    return Shrunk(small, _chunk_bytes(run, small, ways, few=few), _left_out(run))
+
+
+def _left_out(run: Run) -> tuple[str, ...]:
+    """The options of a run that its shrunk one does without, and what it does instead."""
+    precision = run.precision
+    said = {
+        "precision.amax_history: scales are those of the step's own numbers": precision.amax_history > 0,
+        "precision.moments: moving averages are kept in the parameters' type": bool(precision.moments),
+        "precision.updates random: updated parameters are rounded to the nearest number": precision.updates == "random",
+    }
+    return tuple(sentence for sentence, asked in said.items() if asked)
 
 
 class Ways:
