@@ -7,6 +7,7 @@ estimation). A plan knows as much: the same file is written here from the estima
 """
 
 import hashlib
+import shlex
 from pathlib import Path
 
 from trellis.errors import UserError
@@ -96,7 +97,8 @@ def costs_said(first: Verdict, best: Verdict) -> str:
         else f"{1 - best.seconds / first.seconds:.1%} less than without"
     )
     words = f"{numbers.seconds(best.seconds)}, {than}; train and plan with"
-    return f"scheduled by costs: {words}\n  --compiler_options '{{{COSTS}: {best.compiled.options[COSTS]}}}'"
+    # By its own name: the run's other options stay.
+    return f"scheduled by costs: {words}\n  --compiler_options.{COSTS} {shlex.quote(best.compiled.options[COSTS])}"
 
 
 def _path(text: str, folder: str | Path, name: str) -> Path:
