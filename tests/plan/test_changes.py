@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from trellis.commands.line import main
 from trellis.errors import UserError
+from trellis.hardware.chips import target
 from trellis.plan.changes import changes, changes_text
-from trellis.plan.saved import Amount, SavedPlan, read_plan
+from trellis.plan.saved import Amount, SavedPlan, read_plan, saved_plan
+from trellis.recipes import load_run
 
 PLAN = SavedPlan(
     name="tiny",
@@ -44,6 +48,18 @@ def test_a_file_holds_a_plan(tmp_path):
     assert "step        1.00 s as before" in changes_text(same) and "no figure is worse (bound 2 %)" in changes_text(
         same
     )
+
+
+def test_a_load_and_options_that_a_compiler_was_given_are_settings():
+    run = load_run("tiny", {"compiler_options.xla_gpu_a": "b"})
+    options = {"xla_gpu_c": "d"}
+    compiled = SimpleNamespace(peak=1, fits=True, largest=(), memory={}, versions={}, options=options, text="")
+    verdict: Any = SimpleNamespace(compiled=compiled, seconds=None, ledger=None, scheduled=1.0, gathers={}, waits=())
+    one = SimpleNamespace(target=target("8xH100"), mesh={"data": 8}, times=SimpleNamespace(lines=(), copies=()))
+    with_load: Any = lambda load: SimpleNamespace(**vars(one), load=load)
+    plans = [saved_plan(run, with_load(load), verdict) for load in (1.0, 1.5)]
+    assert changes(*plans).settings == ("load None -> 1.5",)
+    assert plans[0].settings["compiler_options.xla_gpu_c"] == "d" and plans[0].settings["mesh.data"] == 8
 
 
 def test_what_is_worse_is_told_by_line():

@@ -87,11 +87,18 @@ def saved_plan(run: Run, plan: Plan, verdict: Verdict) -> SavedPlan:
         name=run.name,
         target=plan.target.name,
         versions=dict(compiled.versions),
-        settings=_flat(plain(run)) | {f"mesh.{axis}": size for axis, size in plan.mesh.items()},
+        settings=_settings(run, plan, compiled.options),
         fits=compiled.fits,
         figures=figures,
         lines=tuple(Amount(*key, amount) for key, amount in sums.items() if amount),
     )
+
+
+def _settings(run: Run, plan: Plan, options: Mapping[str, str]) -> dict[str, Any]:
+    """What figures depend on: the run's fields, its mesh, all options of the compiler, and a load that is not even."""
+    found = _flat(plain(run)) | {f"mesh.{axis}": size for axis, size in plan.mesh.items()}
+    found |= {f"compiler_options.{name}": value for name, value in options.items()}
+    return found | ({"load": plan.load} if plan.load != 1 else {})
 
 
 def read_plan(path: Path) -> SavedPlan:
