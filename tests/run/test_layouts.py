@@ -7,6 +7,8 @@ import jax
 import pytest
 
 from trellis.errors import UserError
+from trellis.hardware.chips import target
+from trellis.hardware.described import described_devices
 from trellis.inspect import ledger
 from trellis.named import dot, is_named, random, shard
 from trellis.recipes import tiny
@@ -310,6 +312,16 @@ def test_key_heads_are_sliced_where_the_user_says_so():
     layout = make_layout(MeshSizes(data=2, model=4), choice, jax.devices(), {"heads": 8, "kv_heads": 2})
     assert layout.assign(("kv_heads",), "compute") == (("model",),)
     assert layout.assign(("kv_heads",), "params") == ((),)
+
+
+def test_a_mesh_beside_a_replica_on_each_host_has_the_devices_of_a_host():
+    devices = described_devices(target("3x2xH100"))
+    choice = LayoutChoice(preset="hybrid")
+    assert dict(make_layout(MeshSizes(data=2), choice, devices).mesh.shape) == {"replica": 3, "data": 2}
+    with pytest.raises(UserError) as error:
+        make_layout(MeshSizes(data=6), choice, devices)
+    assert error.value.seen == "data=6, 3 hosts of 2 devices"
+    assert error.value.fix.startswith("use sizes that multiply to 2, ")
 
 
 def test_every_preset_can_be_named():

@@ -293,8 +293,7 @@ def make_layout(
     if axes is not None:
         check_names(choice, axes, _ACTIVATIONS)
     if choice.preset == "hybrid" and mesh.replica == 1:
-        hosts = len({(getattr(d, "slice_index", 0), d.process_index) for d in devices})
-        mesh = dataclasses.replace(mesh, replica=hosts)
+        mesh = _with_a_copy_on_each_host(mesh, devices)
     sizes = {name: size for name, size in mesh.resolve(len(devices)).items() if size > 1} or {"data": 1}
     if choice.preset == "auto" and list(sizes) == ["data"] and _are_halves_of_a_cpu(devices):
         choice = dataclasses.replace(choice, preset="data")
@@ -336,6 +335,22 @@ def make_layout(
         pipeline_groups=choice.pipeline_groups,
         uneven=(_STACK,) if uneven else (),
     )
+
+
+def _with_a_copy_on_each_host(mesh: MeshSizes, devices: Sequence[Any]) -> MeshSizes:
+    """The mesh of the preset hybrid, in which the other axes have the devices of one host."""
+    hosts = len({(getattr(d, "slice_index", 0), d.process_index) for d in devices})
+    others = {name: size for name, size in dataclasses.asdict(mesh).items() if size != 1}
+    each, known = len(devices) // hosts, math.prod(size for size in others.values() if size != -1)
+    if hosts > 1 and (each % known or (-1 not in others.values() and each != known)):
+        shown = " ".join(f"{name}={size}" for name, size in others.items()) or "all sizes 1"
+        raise UserError(
+            "With the preset hybrid, which has a replica on each host, other mesh axes must multiply to its devices.",
+            seen=f"{shown}, {hosts} hosts of {each} devices",
+            where="layout.preset",
+            fix=f"use sizes that multiply to {each}, --mesh.replica with another number, or --layout.preset auto",
+        )
+    return dataclasses.replace(mesh, replica=hosts)
 
 
 def _with_width(params: Mapping[str, list[str]], experts: int, sizes: Mapping[str, int]) -> list[str]:
