@@ -442,6 +442,7 @@ def test_wrong_options(tmp_path, options, rule):
         ("a.jsonl", b'{"text": "b"}\n{"txt": "a"}\n', "no field 'text' among 'txt'"),
         ("a.jsonl", b'{"text": "b"}\n{"text": ["a"]}\n', "field 'text' is list, not a string"),
         ("a.txt", b"b\xff", "not UTF-8: byte 0xff at 1"),
+        ("a.zip", b"PK\3\4\x14\0\0\0\x08\0\x81", "a zip archive, which has to be unpacked"),
     ],
 )
 def test_a_corpus_that_cannot_be_read_is_told_alike_where_a_tokenizer_is_trained(tmp_path, name, content, seen):

@@ -115,7 +115,9 @@ class Encoder:
                 text = part.decode()
                 record = json.loads(text) if block.kind == "json" else text
             except UnicodeDecodeError as error:
-                errors.append((number, f"not UTF-8: byte {part[error.start]:#04x} at {error.start}"))
+                problem = f"not UTF-8: byte {part[error.start]:#04x} at {error.start}"
+                zipped = part.startswith(b"PK\3\4")
+                errors.append((number, "a zip archive, which has to be unpacked" if zipped else problem))
                 continue
             except (ValueError, RecursionError) as error:
                 errors.append((number, f"not JSON: {error}"))
