@@ -108,6 +108,10 @@ def test_a_checkpoint_is_no_folder_of_a_run(tmp_path):
         open_run(saved)
     use = "`trellis evaluate`, `generate` and `export` take it with --step 12"
     assert error.value.fix == f"name {tmp_path}; {use}"
+    for opened in (check_path, open_run):
+        with pytest.raises(UserError, match="A run's folder is the one that has its checkpoints") as error:
+            opened(tmp_path / "checkpoints")
+        assert error.value.fix == f"name {tmp_path}"
 
 
 def test_only_steps_that_are_not_yet_made_can_be_profiled(tmp_path):

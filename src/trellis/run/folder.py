@@ -51,7 +51,7 @@ def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
 def check_path(folder: Path) -> None:
     """Refuses a folder that no run can have: TensorStore writes and finds checkpoints under names in UTF-8, in which it
     takes a backslash for a slash. Under a locale of another encoding, Python would name another folder. Nor is a
-    checkpoint, with its copy of `run.yaml`, a run's folder."""
+    checkpoint, with its copy of `run.yaml`, a run's folder, or the folder of a run's checkpoints."""
     shown, fix = str(folder).encode(errors="replace").decode(), "rename it, or use another --run-dir"
     if (encoding := sys.getfilesystemencoding()) != "utf-8" and not str(folder.absolute()).isascii():
         raise UserError(
@@ -64,6 +64,14 @@ def check_path(folder: Path) -> None:
     if "\\" in str(folder.absolute()):
         raise UserError(
             "The path of a run's folder must contain no backslash.", seen=str(folder.absolute()), where=shown, fix=fix
+        )
+    there = folder.absolute()
+    if there.name == "checkpoints" and (there.parent / "run.yaml").is_file():
+        raise UserError(
+            "A run's folder is the one that has its checkpoints.",
+            seen="the folder `checkpoints` of a run",
+            where=shown,
+            fix=f"name {typed(there.parent)}",
         )
     if (step := _CHECKPOINT.fullmatch(folder.absolute().name)) and (folder / "state").is_dir():
         run = folder.absolute().parent.parent
