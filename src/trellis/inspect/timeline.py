@@ -4,7 +4,8 @@ A program is run in order with sizes for values: an argument lives as long as it
 operation that makes it to the last that reads it, a loop's stacked outputs from the loop's start, and what an
 operation's implied moves make, such as an operand that a product gathers, while it runs. What a compiler fuses takes no
 memory of its own: the value of an elementwise chain exists when something that is not elementwise (a product, a kernel,
-a collective, a loop, an output) reads it, and until then keeps alive what it is made of.
+a collective, a loop, an output) reads it, and until then keeps alive what it is made of. Where that is more, and only
+the backward pass reads on, it exists at the end of its forward pass.
 """
 
 import collections
@@ -12,15 +13,20 @@ import dataclasses
 from collections.abc import Iterable
 
 from trellis.inspect import fusion
-from trellis.inspect.buffers import KINDS, Buffer, describe
+from trellis.inspect.buffers import KINDS, Buffer
+from trellis.inspect.held import Held, Room
 from trellis.inspect.moved import Moved
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.flow import last_forward, last_uses, weights_in_use
 from trellis.program.said import held_said
+from trellis.program.scopes import turns_written_out
 
 # What the compiler's allocator loses between buffers, as a share of everything that is not an argument. The layouts of
 # compiled train steps lost between 0.3 and 7 %.
 FRAGMENTATION = 0.02
+# The share of layers that are written out whose weights a TPU's compiler gathers for the backward pass before they are
+# needed, as far as there is room. In compiled steps of GPT-OSS it was a quarter on v5p, and a third on v6e.
+AHEAD = 3
 # The vector memory of a TPU, where a loop's small buffers go.
 VECTOR_MEMORY = 128 * 2**20
 # What belongs to the backward pass.
@@ -30,95 +36,6 @@ _READ_THROUGH = ("dot_general", "gather", "reshard", "scatter-add")
 # Operations whose results are what is moved.
 _MOVES = ("reshard", "sharding_constraint")
 _BROUGHT = {"all-gather": ", gathered", "reduce-scatter": ", before it is scattered"}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Room:
-    """Memory that is taken: its kind and bytes, the value in it, and the operation that makes or reads that first."""
-
-    kind: str
-    num_bytes: int
-    value: Value | None = None
-    operation: Operation | None = None
-    suffix: str = ""
-
-    def buffer(self, program: Program) -> Buffer:
-        """The same with a name, for people."""
-        name, what, source = "and gradients on the way", "", self.operation.source if self.operation else ""
-        if self.operation is None or self.value in program.inputs:
-            argument = program.arguments[program.inputs.index(self.value)]
-            name, what = argument.name, argument.what
-        elif self.value is not None:
-            name, what, source = describe(self.value, self.operation, program)
-        return Buffer(kind=self.kind, name=name + self.suffix, what=what, num_bytes=self.num_bytes, source=source)
-
-
-class _Held:
-    """A value during the walk: memory that exists, or a chain that will be fused into its reader.
-
-    Attributes:
-        buffer: its memory; None for a chain, and for what belongs to the program around.
-        made_of: for a chain, what it keeps alive.
-        pinned: whether it stays to the end.
-        uses: by how many values and chains it is kept alive.
-        lazy: whether its reader makes it, although it would usually be written.
-        value: for a chain, what it is.
-        around: whether it is a loop's carry, seen from inside: its memory is counted outside the loop.
-    """
-
-    __slots__ = ("buffer", "made_of", "uses", "pinned", "lazy", "around", "value")
-
-    def __init__(self, buffer: _Room | None, made_of: "tuple[_Held, ...]" = (), pinned: bool = False):
-        self.buffer, self.made_of, self.pinned, self.uses, self.lazy = buffer, made_of, pinned, 0, False
-        self.value: Value | None = None
-        self.around = False
-
-    def leaves(self) -> "list[_Held]":
-        """What a chain that does not exist yet is made of."""
-        seen, todo, found = set(), list(self.made_of), []
-        while todo:
-            part = todo.pop()
-            if id(part) not in seen:
-                seen.add(id(part))
-                found.append(part)
-                todo += part.made_of
-        return found
-
-    def multiplied(self) -> bool:
-        """Whether a product is a link of the chain, which nothing makes as it reads it."""
-        return any(part.lazy and part.buffer is None for part in (self, *self.leaves()))
-
-    def better_written(self) -> bool:
-        """Whether a link of a chain that something else reads later is written: products are not made twice, and it may
-        be smaller than what it alone keeps alive."""
-        if self.buffer is not None or self.pinned or not self.uses or self.value is None:
-            return False
-        return self.lazy or self.alone() > self.value.device_bytes
-
-    def alone(self) -> int:
-        """The bytes of what nothing but this chain keeps alive, and of products in it, which would be written."""
-        found, todo, others = 0, list(self.made_of), {}
-        while todo:
-            part = todo.pop()
-            others[part] = others.get(part, part.uses) - 1
-            if not others[part] and not part.pinned:
-                todo += part.made_of
-                if part.buffer is not None:
-                    found += part.buffer.num_bytes
-                elif part.lazy and part.value is not None:
-                    found += part.value.device_bytes
-        return found
-
-    @property
-    def fused(self) -> bool:
-        """Whether there is no memory of it in this program."""
-        return self.buffer is None and not self.pinned
-
-    def near_memory(self) -> bool:
-        """Whether it is one step from memory, or is a lookup that is done by parts."""
-        if self.lazy or self.pinned:
-            return True
-        return len(self.made_of) == 1 and (self.made_of[0].pinned or self.made_of[0].buffer is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,7 +67,7 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
     walk = _Walk(program, weights_in_use(program), Moved(program), held, fusion.multiplies_as_read(program))
     for value, argument in zip(program.inputs, program.arguments, strict=True):
         kind = argument.kind if argument.kind in KINDS else "other"
-        walk.enter(value, _Held(_Room(kind, value.device_bytes, value), pinned=True))
+        walk.enter(value, Held(Room(kind, value.device_bytes, value), pinned=True))
     walk.mark(0, (), "")
     walk.run()
     walk.keep_results([a.donated for a in program.arguments])
@@ -163,6 +80,10 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
         dataclasses.replace(room, kind=kinds(room)).buffer(program) for room in rooms if room.num_bytes
     ]
     buffers, kept = described(walk.at_peak), described(walk.kept)
+    if ahead := walk.again // AHEAD if held else 0:
+        buffers.append(
+            Buffer(kind="weights in use", name="of layers written out, gathered ahead", what="", num_bytes=ahead)
+        )
     ordered = lambda buffers: tuple(sorted(buffers, key=lambda buffer: -buffer.num_bytes))
     return HighestPoint(ordered([*buffers, *[between] * bool(lost)]), walk.where, ordered(kept), host)
 
@@ -174,14 +95,15 @@ class _Walk:
         self.body, self.weights, self.implied, self.held, self.as_read = body, weights, implied, held, as_read
         self.top = isinstance(body, Program)
         self.moved = 0  # bytes of weights that are gathered and of gradients that are summed over devices
-        self.loops: list[tuple[int, set[_Room]]] = []  # the bytes of each one's body, and what is around it
-        self.values: dict[Value, _Held] = {}
-        self.live: dict[int, _Held] = {}
+        self.again = 0  # bytes of weights that layers which are written out gather for the backward pass
+        self.loops: list[tuple[int, set[Room]]] = []  # the bytes of each one's body, and what is around it
+        self.values: dict[Value, Held] = {}
+        self.live: dict[int, Held] = {}
         self.total = 0
         self.peak, self.at_peak, self.where = 0, (), ""
-        self.kept: dict[_Room, None] = {}  # what the forward pass keeps for the backward pass, in order
+        self.kept: dict[Room, None] = {}  # what the forward pass keeps for the backward pass, in order
         self.forward = False  # whether something of the forward pass came after the last of the backward pass
-        self.host = 0  # bytes of the host's memory that its results, and those of the loops in it, take
+        self.host = 0  # bytes of the host's memory that its results, and those of its loops, take
         self.lazy, self.results = fusion.fused_results(body), set(body.results)
         self.updating, self.turning = fusion.read_in(body, ("update",)), fusion.read_in(body, _BACKWARD)
         self.last = last_uses(body)
@@ -194,23 +116,23 @@ class _Walk:
 
     # What is there.
 
-    def enter(self, value: Value, held: _Held) -> None:
+    def enter(self, value: Value, held: Held) -> None:
         """A value that is there before the first operation."""
         held.uses += value in self.last
         self.values[value] = held
         self.add(held)
 
-    def of(self, value: Value) -> _Held:
+    def of(self, value: Value) -> Held:
         if value not in self.values:  # a constant
-            self.values[value] = _Held(None, pinned=True)
+            self.values[value] = Held(None, pinned=True)
         return self.values[value]
 
-    def add(self, held: _Held) -> None:
+    def add(self, held: Held) -> None:
         if held.buffer is not None and id(held) not in self.live:
             self.live[id(held)] = held
             self.total += held.buffer.num_bytes
 
-    def drop(self, held: _Held) -> list[_Held]:
+    def drop(self, held: Held) -> list[Held]:
         """Lets go of what nothing uses any more, and of what it was made of; returns what was in memory."""
         if held.pinned or held.uses > 0:
             return []
@@ -223,20 +145,20 @@ class _Walk:
             ended += self.drop(part)
         return ended
 
-    def mark(self, extra: int, buffers: tuple[_Room, ...], where: str) -> None:
+    def mark(self, extra: int, buffers: tuple[Room, ...], where: str) -> None:
         if self.total + extra > self.peak:
             self.peak = self.total + extra
             self.at_peak = tuple(held.buffer for held in self.live.values() if held.buffer) + buffers
             self.where = where
 
-    def room(self, operation: Operation, value: Value) -> _Room:
+    def room(self, operation: Operation, value: Value) -> Room:
         """The memory of a value that an operation makes or reads."""
         made = value.maker.direction if value.maker is not None else ""
         given = made == "backward" and (self.top and value in self.results or value in self.updating)
         kind = "weights in use" if value in self.weights else "temporaries"
         if kind == "temporaries" and (value.state.pending or given):
             kind = "gradients"
-        return _Room(kind, fusion.stored_bytes(operation, value), value, operation)
+        return Room(kind, fusion.stored_bytes(operation, value), value, operation)
 
     def turn_back(self) -> None:
         """The backward pass begins, or goes on: what the forward pass made and it reads is there."""
@@ -264,7 +186,7 @@ class _Walk:
             if link.better_written():
                 self.write(operation, link, link.value)
 
-    def write(self, operation: Operation, held: _Held, value: Value) -> list[_Held]:
+    def write(self, operation: Operation, held: Held, value: Value) -> list[Held]:
         """A chain, or a link of one, comes into being. What it was made of is released; returns what of it ends."""
         held.buffer, parts, held.made_of = self.room(operation, value), held.made_of, ()
         ended = []
@@ -297,8 +219,10 @@ class _Walk:
                     held.uses -= value in self.last
                     self.drop(held)
             for value in self.forward_ends[operation.number]:
-                if value in self.values and (held := self.values[value]).better_written():
-                    self.write(operation, held, held.value)
+                held = self.values.get(value)
+                for link in (held, *held.leaves()) if held else ():
+                    if link.better_written():
+                        self.write(operation, link, link.value)
 
     def operation(self, operation: Operation) -> None:
         if self.forward and operation.direction in _BACKWARD:
@@ -322,6 +246,7 @@ class _Walk:
             held = self.make(value, self.room(operation, value))
             self.host += value.num_bytes * (value.on_host and (self.top or value not in self.body.results))
             if operation.name == "reshard":
+                self.gather_again(operation, held.buffer)
                 self.moved += held.buffer.num_bytes if value in self.weights else fusion.summed_whole(operation)
             if self.top and fusion.gathers_columns(operation):
                 copy = dataclasses.replace(held.buffer, suffix=", transposed")
@@ -329,29 +254,35 @@ class _Walk:
         self.mark(0, (), operation.source)
         self.release(brought.values())
 
-    def bring(self, operation: Operation) -> dict[Value, _Held]:
+    def bring(self, operation: Operation) -> dict[Value, Held]:
         """What an operation's implied moves make, by what they move: operands, or sums that are scattered next. The
         other moves are results themselves."""
-        brought: dict[Value, _Held] = {}
+        brought: dict[Value, Held] = {}
         for implied in self.implied.by(operation):
             if operation.name in _MOVES or implied.move.kind == "all-reduce":
                 continue
             value = implied.operand or operation.results[0]
             if implied.operand:
                 self.realize(operation, value)
-            room = dataclasses.replace(self.room(operation, value), num_bytes=implied.move.payload)
-            room = dataclasses.replace(room, suffix=_BROUGHT.get(implied.move.kind, ", on other devices"))
+            said = _BROUGHT.get(implied.move.kind, ", on other devices")
+            room = dataclasses.replace(self.room(operation, value), num_bytes=implied.move.payload, suffix=said)
             earlier = brought.pop(value, None)
-            brought[value] = held = _Held(room)
+            brought[value] = held = Held(room)
             held.uses = 1
             self.add(held)
+            self.gather_again(operation, room)
             copy = dataclasses.replace(room, suffix=room.suffix + ", transposed")
             copies = (copy,) * (self.top and fusion.of_columns(implied))
             self.mark(room.num_bytes * len(copies), copies, operation.source)
             self.release([earlier] if earlier else [])
         return brought
 
-    def release(self, brought: Iterable[_Held]) -> None:
+    def gather_again(self, operation: Operation, room: Room) -> None:
+        """Counts weights that a layer which is written out gathers for the backward pass."""
+        weights = room.kind == "weights in use" and operation.direction in _BACKWARD
+        self.again += room.num_bytes * (weights and self.top and turns_written_out(operation.scope) > 1)
+
+    def release(self, brought: Iterable[Held]) -> None:
         """Lets go of what moves have made, unless a chain keeps it alive."""
         for held in brought:
             held.uses -= 1
@@ -373,14 +304,14 @@ class _Walk:
             if not self.read_as_made(operation, value):
                 self.realize(operation, value)
 
-    def make(self, value: Value, room: _Room) -> _Held:
+    def make(self, value: Value, room: Room) -> Held:
         """The memory of a result."""
-        held = self.values[value] = _Held(room)
+        held = self.values[value] = Held(room)
         held.uses = 1
         self.add(held)
         return held
 
-    def fuse(self, operation: Operation, lazy: bool, brought: dict[Value, _Held]) -> None:
+    def fuse(self, operation: Operation, lazy: bool, brought: dict[Value, Held]) -> None:
         """An operation without memory of its own: its results are views of an operand, or links of a chain, as it lies
         after its moves."""
         operands = [brought.get(value) or self.of(value) for value in operation.inputs]
@@ -390,7 +321,7 @@ class _Walk:
             self.release(brought.values())
             return
         for value in operation.results:
-            held = self.values[value] = _Held(None, tuple(dict.fromkeys(operands)))
+            held = self.values[value] = Held(None, tuple(dict.fromkeys(operands)))
             for part in held.made_of:
                 part.uses += 1
             held.uses, held.lazy, held.value = 1, lazy, value
@@ -414,7 +345,7 @@ class _Walk:
             return True
         return fusion.reduces(operation)
 
-    def sums_a_cast(self, operation: Operation, held: _Held, value: Value) -> bool:
+    def sums_a_cast(self, operation: Operation, held: Held, value: Value) -> bool:
         """Whether an operation sums over devices what is cast from a wider array in memory, such as a table's gradient:
         what is sent is there beside that."""
         if operation.name != "reshard" or not value.state.pending - operation.results[0].state.pending:
@@ -435,7 +366,7 @@ class _Walk:
         walks = [_Walk(body, self.weights, self.implied, self.held, self.as_read) for body in bodies]
         for inner in walks:
             for value in inner.body.inputs:  # carries are counted here, constants and slices of stacks read in place
-                inner.enter(value, _Held(None, pinned=True))
+                inner.enter(value, Held(None, pinned=True))
             for value, _ in carried_in:
                 inner.of(value).around = True
             inner.run()
@@ -444,7 +375,7 @@ class _Walk:
         self.kept |= inner.kept
         where, around = inner.where or operation.source, {held.buffer for held in self.live.values()}
         if self.held:
-            moved = _Room("weights in use", inner.moved, None, operation)
+            moved = Room("weights in use", inner.moved, None, operation)
             self.mark(inner.peak + inner.moved, (*inner.at_peak, moved), where)
             self.loops.append((inner.peak, around))
         else:
@@ -453,7 +384,7 @@ class _Walk:
             self.values[value] = held
             held.pinned, held.uses = held.around, 1
 
-    def carry(self, operation: Operation, inner: Value, outer: Value, last: Value) -> _Held:
+    def carry(self, operation: Operation, inner: Value, outer: Value, last: Value) -> Held:
         """A loop's carry, in the place of its first value if that ends here.
 
         Args:
@@ -462,7 +393,7 @@ class _Walk:
             outer: its first value.
             last: its value at the end of a turn.
         """
-        held = _Held(self.room(operation, inner), pinned=True)
+        held = Held(self.room(operation, inner), pinned=True)
         passes = {value.maker.direction for value in last.maker.inputs if value.maker} if last.maker else ()
         if "backward" in passes and last.maker.direction == "update":  # the sum over microbatches
             held.buffer = dataclasses.replace(held.buffer, kind="gradients")

@@ -138,8 +138,8 @@ def advice(plan: Plan, planned: Callable[[str], Plan] | None = None, larger: str
     if plan.target.chip.kind == "tpu" and (copies := alone(STACKED)) > 0.03 * total:
         found += trial.helping(
             (
-                f"{copies / total:.0%} of the step copies what kernels make for the backward pass, because layers are a "
-                "loop: write them out (--scan_layers false), which takes longer to compile",
+                f"{copies / total:.0%} of the step copies what kernels make for the backward pass, because layers are "
+                "a loop: write them out (--scan_layers false), which takes longer to compile",
                 "--scan_layers false",
             )
         )

@@ -77,7 +77,7 @@ def gpt_oss_20b_v5p_64() -> Run:
 
 
 def gpt_oss_20b_v6e_64() -> Run:
-    """gpt_oss_20b on a v6e slice of 64 chips, 8 x 8.
+    """gpt_oss_20b on a v6e slice of 64 chips, 8 x 8, with layers written out.
 
     trellis plan gpt_oss_20b_v6e_64 --on v6e:8x8
     """
@@ -88,5 +88,6 @@ def gpt_oss_20b_v6e_64() -> Run:
         mesh=MeshSizes(data=16, data_y=2, data_z=2),  # neighbours along the second side are along data_z
         layout=LayoutChoice(preset="fsdp", params=FrozenMap(experts="data/data_z")),
         remat=Remat(policy="saved", names=("query", "key", "value", "attention")),
+        scan_layers=False,
         compiler_options=FrozenMap(V6E),
     )
