@@ -230,6 +230,9 @@ def test_indexing_and_updates():
     np.testing.assert_array_equal(x.at["pos", 1].set(0.0).array, x.array.at[:, 1].set(0.0))
     row = rand(embed=2)
     np.testing.assert_array_equal(x.at["pos", 1:3].add(row).array, x.array.at[:, 1:3].add(row.array[None, None]))
+    ids, none = named(jnp.zeros(0, jnp.int32), "picked"), named(jnp.zeros((0, 2)), "picked embed")
+    np.testing.assert_array_equal(x.at["pos", ids].add(none).array, x.array)
+    np.testing.assert_array_equal(x.at["pos", 2:2].set(none.rename(picked="pos")).array, x.array)
     with pytest.raises(NamesError, match=r"a position must be inside its dimension, got pos\[7\].*use -5 to 4"):
         x["pos", 7]
     with pytest.raises(NamesError, match="must be indexed by name"):

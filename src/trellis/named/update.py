@@ -199,7 +199,7 @@ class _Update:
             )
         sizes = {n: s for i in self.ids for n, s in i.shape.items() if n in self.own}
         sizes |= {n: len(range(v.start, v.stop, v.step)) for n, v in self.slices.items()}
-        sizes = {n: sizes.get(n) or self.x.shape.get(n) for n in names}
+        sizes = {n: sizes.get(n, self.x.shape.get(n)) for n in names}
         kinds = [jnp.inexact, jnp.integer, jnp.bool_]
         rank = lambda a: next((i for i, kind in enumerate(kinds) if jnp.issubdtype(a.dtype, kind)), -1)
         if rank(value) < rank(self.x):
