@@ -29,6 +29,7 @@ from trellis.checkpoints.manifest import (
     commit,
     finished_steps,
     read_manifest,
+    remove,
     verify,
     wait_for,
     write_checksums,
@@ -391,14 +392,16 @@ class Checkpoints:
     def _apply_rule(self) -> None:
         for step in self.steps()[: -self._keep_latest]:
             if self._keep_every is None or step % self._keep_every:
-                # The manifest goes first: what is half removed is not a checkpoint.
-                (self.path(step) / MANIFEST).unlink()
-                shutil.rmtree(self.path(step))
+                try:
+                    remove(self.path(step))
+                except OSError as error:  # as of NFS, on which a reader has its files open: a later start removes it
+                    self._report(f"checkpoint {self.path(step).name} is not removed whole: {error}")
 
     def _remove_unfinished(self) -> None:
         held = hold(self.folder)
         for path in self.folder.iterdir() if held is not None else ():  # else one of them is being written
-            if NAME.fullmatch(path.name) and not (path / MANIFEST).exists():
+            whose = NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()  # a run makes no links
+            if whose and not (path / MANIFEST).exists():
                 self._report(f"checkpoint {path.name} was cut off before it was finished, and is removed")
                 shutil.rmtree(path)
         let_go(held)

@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import shutil
 import time
 import zlib
 from collections.abc import Iterable
@@ -111,6 +112,18 @@ def read_manifest(folder: Path) -> dict:
         return manifest
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint; if it was moved elsewhere and there is a link to it, the link alone.
+
+    The manifest goes first: what is half removed is not a checkpoint.
+    """
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+        return
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def verify(folder: Path, manifest: dict, share: int = 0, of: int = 1) -> None:

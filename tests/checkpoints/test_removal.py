@@ -1,0 +1,45 @@
+"""Old checkpoints are removed, and nothing else."""
+
+import shutil
+
+import jax.numpy as jnp
+
+from trellis.checkpoints.checkpoints import MANIFEST, Checkpoints
+
+
+def test_a_checkpoint_that_was_moved_and_linked_stays_where_it_is(tmp_path):
+    """The rule removes the link. One whose disk is not mounted is no half of a checkpoint."""
+    state, moved = {"x": jnp.ones(4)}, tmp_path / "archive"
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder, keep_latest=1) as saved:
+        saved.save(1, state)
+        saved.wait()
+        shutil.move(saved.path(1), moved)
+        saved.path(1).symlink_to(moved)
+        assert saved.steps() == [1]
+        saved.save(2, state)
+        saved.wait()
+        assert saved.steps() == [2] and not saved.path(1).is_symlink()
+    assert (moved / MANIFEST).is_file() and (moved / "state").is_dir()
+    saved.path(1).symlink_to(tmp_path / "not mounted")
+    with Checkpoints(folder) as saved:
+        assert saved.steps() == [2] and saved.path(1).is_symlink()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_a_run(tmp_path, monkeypatch):
+    """NFS keeps the files that a reader has open, under other names, and with them their folder."""
+
+    def refuse(folder, *_, **__):
+        raise OSError(39, "Directory not empty", str(folder))
+
+    told, state = [], {"x": jnp.ones(4)}
+    with Checkpoints(tmp_path, keep_latest=1, report=told.append) as saved:
+        saved.save(1, state)
+        saved.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "rmtree", refuse)
+            saved.save(2, state)
+            saved.wait()
+        assert saved.steps() == [2] and "step-00000001 is not removed whole" in told[0]
+    with Checkpoints(tmp_path) as saved:
+        assert not saved.path(1).exists()
