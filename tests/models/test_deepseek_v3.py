@@ -10,11 +10,12 @@ import pytest
 
 from tests.models.small import CONFIGS, POSITIONS
 from trellis.errors import UserError
-from trellis.hub import Folder
+from trellis.hub import Folder, write_folder
+from trellis.hub.tensors import TensorFile
 from trellis.models import FAMILIES, DeepseekV3Config, Routing, YarnScaling
 from trellis.models.protocol import stacked
 from trellis.named import named
-from trellis.nn import parameters
+from trellis.nn import Precision, parameters
 from trellis.train.flops import flops_per_token, matmul_parameters
 
 SMALL = CONFIGS["deepseek_v3"]
@@ -115,3 +116,29 @@ def test_refused_exports(fields, message):
     with pytest.raises(UserError) as error:
         FAMILIES["deepseek_v3"].to_config_json(dataclasses.replace(SMALL, **fields), positions=8, dtype="float32")
     assert message in str(error.value)
+
+
+def test_biases_that_pick_experts_are_used_as_they_are_kept():
+    """At 14, as some of the released model are, neighbours in bfloat16 are 0.06 apart, and probabilities closer."""
+    model = jax.tree.map(lambda x: jnp.full(x.shape, 14.03, x.dtype), abstract(SMALL))
+    picking = {p.path for p in parameters(model) if p.role == "picking"}
+    assert picking == {"layers.block.mlp.bias"}
+
+    def kinds(**exceptions):
+        used = Precision(compute="bfloat16", exceptions=exceptions).in_use(model)
+        return {p.path: str(p.leaf.dtype) for p in parameters(used)}
+
+    assert {path for path, kind in kinds().items() if kind == "float32"} == picking
+    assert {path for path, kind in kinds(bias="float16").items() if kind == "float16"} == picking
+
+
+def test_an_export_writes_biases_that_pick_experts_in_float32(tmp_path):
+    """As the released folder has them, and as `transformers` keeps them, whatever the others' type."""
+    model = jax.tree.map(lambda x: np.full(x.shape, 14.03, np.float32), abstract(SMALL))
+    read = lambda p, at: p.leaf.array[at]
+    write_folder(tmp_path, FAMILIES["deepseek_v3"], SMALL, model, read, dtype="bfloat16", positions=POSITIONS)
+    kinds = {name: kind for name, (kind, *_) in TensorFile(tmp_path / "model.safetensors").entries.items()}
+    wide = {name for name, kind in kinds.items() if kind == "F32"}
+    assert wide == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)}
+    back = Folder(tmp_path, FAMILIES).load(abstract(SMALL))
+    assert (back.layers.block.mlp.bias.array == np.float32(14.03)).all()

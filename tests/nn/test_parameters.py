@@ -30,7 +30,9 @@ def test_every_parameter_of_every_family_says_what_it_is_for(name):
     for path, p in found.items():  # who reads a model would expect no other
         last = path.split(".")[-1]
         assert (p.role == Role.SCALE) == (last == "scale")
-        assert (p.role == Role.BIAS) == (last.endswith("bias") or last == "sinks" or ".biases." in path)
+        added = last.endswith("bias") or last == "sinks" or ".biases." in path
+        assert (p.role in (Role.BIAS, Role.PICKING)) == added
+        assert (p.role == Role.PICKING) == path.endswith(".mlp.bias")
         assert (p.role == Role.TABLE) == (last in ("embedding", "positions"))
 
 

@@ -373,10 +373,11 @@ def _tensors(parameter: Parameter, key: Key, vocab: int, dtype: np.dtype, read: 
     sizes = dict(zip(parameter.names, parameter.leaf.array.shape, strict=True))
     cut = tuple(slice(vocab) if name == "vocab" else slice(None) for name in own)
     shape = key.shape(sizes | ({"vocab": vocab} if "vocab" in sizes else {}))
+    kind = dtype if key.dtype is None else np.dtype(DTYPES[DTYPE_NAMES[key.dtype]])
 
     def one(at: At) -> tuple[int, Tensor]:
         make = lambda: key.write(np.asarray(read(parameter, at))[cut], own)
-        return key.half or 0, Tensor(key.name(at), shape, dtype, make)
+        return key.half or 0, Tensor(key.name(at), shape, kind, make)
 
     return [one(at) for at in np.ndindex(*parameter.leaf.array.shape[: key.counts])]
 

@@ -30,6 +30,7 @@ class Key(NamedTuple):
         text, dims: as above.
         half: which of the two a parameter is.
         first, step: the number in the folder of a parameter's first layer, and the step to the next one.
+        dtype: of the tensor in every folder that is written; None for that of the others.
     """
 
     text: str
@@ -37,6 +38,7 @@ class Key(NamedTuple):
     half: int | None = None
     first: int = 0
     step: int = 1
+    dtype: str | None = None
 
     def name(self, at: Sequence[int]) -> str:
         """The tensor's name, for one position along each leading name."""

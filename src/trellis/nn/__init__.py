@@ -23,7 +23,7 @@ from trellis.nn.initializers import constant, normal, weight
 from trellis.nn.linear import Linear
 from trellis.nn.loss import LossError, TokenLoss, cross_entropy, linear_cross_entropy, next_token_loss, tied
 from trellis.nn.norm import LayerNorm, RMSNorm
-from trellis.nn.parameters import Bias, Parameter, Role, Scale, Table, Weight, parameters
+from trellis.nn.parameters import Bias, Parameter, Picking, Role, Scale, Table, Weight, parameters
 from trellis.nn.precision import Precision, in_one_type, in_type_of
 from trellis.nn.rope import (
     LinearScaling,
@@ -47,6 +47,7 @@ __all__ = [
     "Llama3Scaling",
     "LossError",
     "Parameter",
+    "Picking",
     "Precision",
     "RMSNorm",
     "Role",

@@ -27,6 +27,7 @@ class Role(enum.StrEnum):
     TABLE = "table"
     SCALE = "scale"
     BIAS = "bias"
+    PICKING = "picking"
 
 
 Weight = Annotated[NamedArray, Role.WEIGHT]
@@ -37,6 +38,9 @@ Scale = Annotated[NamedArray, Role.SCALE]
 """Multiplies activations element by element."""
 Bias = Annotated[NamedArray, Role.BIAS]
 """Added to activations."""
+Picking = Annotated[NamedArray, Role.PICKING]
+"""Added to scores where experts are picked, and nowhere else: without a gradient, and used in the type that it is kept
+in. Some differ by less than bfloat16 shows."""
 
 # Axes that, if they come first, only say how many of a parameter there are.
 _LAYERS = ("layers", "first_layers", "dense_layers")

@@ -1,7 +1,7 @@
 """The types in which a model is kept and computes."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -98,11 +98,15 @@ class Precision:
 
     def at_rest(self, model: Any) -> Any:
         """The parameters, named arrays anywhere in a tree, in the type in which they are kept."""
-        return _cast(model, self.params, FrozenMap())
+        return _cast(model, lambda p: self.params)
 
     def in_use(self, model: Any) -> Any:
         """The parameters in the types in which they are used; weights of narrow products are marked (`tr.Narrow`)."""
-        return self._marked(_cast(model, self.compute, self.exceptions))
+
+        def used(p: Parameter) -> Any:
+            return _first_of(self.exceptions, p) or (p.leaf.dtype if p.role == Role.PICKING else self.compute)
+
+        return self._marked(_cast(model, used))
 
     def product_of(self, parameter: Parameter) -> ProductKind | None:
         """The kind of a weight's narrow products, by the first part that matches; None if they are not narrow.
@@ -223,11 +227,8 @@ def _first_of(asked: Mapping[str, Any], parameter: Parameter) -> Any:
     return next((kind for part, kind in asked.items() if parameter.matches((part,))), None)
 
 
-def _cast(model: Any, dtype: str, exceptions: Mapping[str, str]) -> Any:
-    def leaf(path, x):
-        if not is_named(x) or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return x.astype(_first_of(exceptions, Parameter(name, x)) or dtype)
-
-    return jax.tree_util.tree_map_with_path(leaf, model, is_leaf=is_named)
+def _cast(model: Any, type_of: Callable[[Parameter], Any]) -> Any:
+    """A model's named arrays of floats in the type that each is to have."""
+    cast = lambda p: is_named(p.leaf) and jnp.issubdtype(p.leaf.dtype, jnp.floating)
+    leaves = [p.leaf.astype(type_of(p)) if cast(p) else p.leaf for p in parameters(model)]
+    return jax.tree.unflatten(jax.tree.structure(model, is_leaf=is_named), leaves)

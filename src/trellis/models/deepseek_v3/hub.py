@@ -29,7 +29,7 @@ _QUERIES = Key(f"{_ATTENTION}.q_proj.weight", "(heads head_dim) embed")  # of mo
 _DENSE = {f"mlp.{name}": KEYS[f"layers.block.mlp.{name}"] for name in ("gate", "up", "down")}
 _MIXTURE = {
     "mlp.router": Key(f"{_MLP}.gate.weight", "routes embed"),
-    "mlp.bias": Key(f"{_MLP}.gate.e_score_correction_bias", "routes"),
+    "mlp.bias": Key(f"{_MLP}.gate.e_score_correction_bias", "routes", dtype="float32"),
     "mlp.gate": Key(f"{_EXPERT}.gate_proj.weight", "mlp embed"),
     "mlp.up": Key(f"{_EXPERT}.up_proj.weight", "mlp embed"),
     "mlp.down": Key(f"{_EXPERT}.down_proj.weight", "embed mlp"),

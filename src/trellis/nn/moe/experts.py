@@ -13,7 +13,7 @@ from trellis.nn.moe.config import Routing
 from trellis.nn.moe.measures import Routed, measure_each
 from trellis.nn.moe.mixing import Biases, mix_each
 from trellis.nn.moe.routing import PLAIN, Choices, choose, limit, score
-from trellis.nn.parameters import Bias, Weight
+from trellis.nn.parameters import Bias, Picking, Weight
 from trellis.nn.precision import in_one_type, in_type_of
 
 
@@ -71,7 +71,7 @@ class Experts(eqx.Module):
     """
 
     router: Weight
-    bias: Bias | None
+    bias: Picking | None
     gate: Weight
     up: Weight
     down: Weight
