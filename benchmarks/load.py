@@ -77,7 +77,9 @@ def over_http(folder: pathlib.Path, rounds: int) -> dict:
     """The same through a web server in a process of its own."""
     code = "import pathlib, sys, time; from tests.data.web import serve; "
     code += "c = serve(pathlib.Path(sys.argv[1])); w = c.__enter__(); print(w.url, flush=True); time.sleep(3600)"
-    server = subprocess.Popen([sys.executable, "-c", code, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder.resolve())], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     try:
         url = server.stdout.readline().strip()
         found = {}
@@ -123,10 +125,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=float, nargs="+", default=[1e7, 1e8, 1e9])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--folder")
+    parser.add_argument("--folder", metavar="DIR")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
 
+    if args.folder:
+        pathlib.Path(args.folder).mkdir(parents=True, exist_ok=True)
     results: dict = {"cores": os.cpu_count(), "chunk_tokens": CHUNK, "local": {}, "http": {}, "simulated": {}}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         for tokens in map(int, args.tokens):
@@ -137,7 +141,7 @@ def main():
             results["local"][f"{tokens:.0e}"] = local(open_store(folder, check=False), args.rounds)
             print(json.dumps(results["local"][f"{tokens:.0e}"]), flush=True)
             if tokens == int(args.tokens[-1]):
-                results["http"][f"{tokens:.0e}"] = over_http(pathlib.Path(name), args.rounds // 2)
+                results["http"][f"{tokens:.0e}"] = over_http(pathlib.Path(name), max(1, args.rounds // 2))
                 print(json.dumps(results["http"]), flush=True)
                 for pretended in (10**9, 10**11, 10**13):
                     results["simulated"][f"{pretended:.0e}"] = simulated(folder, pretended)

@@ -66,7 +66,7 @@ def main(count: int) -> None:
         shape = " ".join(f"{axis}={size}" for axis, size in sizes.items())
         print(
             f"{shape:<16}{rank:>10}{len(found):>13}{same:>12}{len(fewer):>7}{more:>6}"
-            f"{statistics.median(fewer):>28.2f}, {max(fewer):.1f}{right:>14}",
+            f"{f'{statistics.median(fewer):.2f}, {max(fewer):.1f}' if fewer else '':>33}{right:>14}",
             flush=True,
         )
 
