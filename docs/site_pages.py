@@ -1,7 +1,7 @@
 """Pages of the site that are made when it is built: the README as its home, and what the code says of itself.
 
 A hook of MkDocs. Links that leave `docs/` lead to the page that stands for the file; others lose the link and keep the
-text, since a site has no source tree beside it.
+text, with the file's name after it, since a site has no source tree beside it.
 """
 
 import argparse
@@ -47,6 +47,12 @@ Every field is a line of YAML and an option of the command line, as in `--model.
 value that it has in `starter`; for kinds that `starter` does not use, the default, if there is one.
 `trellis train RECIPE --help` says the same of any recipe."""
 FACES = re.findall(r"^\| `(trellis[\w.]*)` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+# Files that have a page of their own.
+PAGES = {
+    **HOME,
+    **{f"src/{face.replace('.', '/')}/__init__.py": f"reference/{face}.md" for face in FACES},
+    "src/trellis/named/__init__.py": "reference/operations.md",
+}
 
 
 def on_files(files: Files, config) -> Files:
@@ -72,8 +78,10 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
 def relinked(text: str, folder: str) -> str:
     """Links as they are in the repository, seen from a file in `folder`, as links of the site.
 
-    >>> relinked("[a](docs/plan.md#x), [b](src/trellis/named) and [c](https://c.org)", "")
-    '[a](plan.md#x), b and [c](https://c.org)'
+    >>> relinked("[a](docs/plan.md#x), [b](src/trellis/nn/__init__.py) and [c](https://c.org)", "")
+    '[a](plan.md#x), [b](reference/trellis.nn.md) and [c](https://c.org)'
+    >>> relinked("[rows](../benchmarks/results/moe.txt) of [`moe.py`](../benchmarks/moe.py)", "docs")
+    'rows: `benchmarks/results/moe.txt` of `moe.py`'
     """
 
     def link(found: re.Match) -> str:
@@ -81,9 +89,9 @@ def relinked(text: str, folder: str) -> str:
         if "://" in target:
             return found[0]
         path = posixpath.normpath(posixpath.join(folder, target))
-        where = posixpath.relpath(path, "docs") if path.startswith("docs/") else HOME.get(path)
+        where = posixpath.relpath(path, "docs") if path.startswith("docs/") else PAGES.get(path)
         if where is None:
-            return label
+            return label if posixpath.basename(path) in label else f"{label}: `{path}`"
         back = posixpath.relpath(where, posixpath.relpath(folder or "docs", "docs"))
         return f"{image}[{label}]({back}{anchor or ''})"
 

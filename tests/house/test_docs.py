@@ -55,6 +55,23 @@ def test_commands_exist(page: Path):
             assert words[1] in commands(), line
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors that a code host gives to the headings of a page."""
+    lines = re.findall(r"^#+ (.*)", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.strip().lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path):
+    """As a code host shows a page, beside the files of the repository and without the pages that only the site has."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text):
+        if "://" not in target:
+            there = (page.parent / target).resolve() if target else page
+            assert there.exists(), target
+            assert not anchor or anchor in headings(there), f"{target}#{anchor}"
+
+
 def test_the_readme_shows_what_a_run_says():
     """The recording of the first run: what does not hang on the machine's speed, and the form of what does."""
     (before, block) = re.findall(
