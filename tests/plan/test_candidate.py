@@ -45,7 +45,7 @@ def test_what_would_be_fastest_but_does_not_fit_is_planned_with_less_kept():
 MIXTURE = {
     "model.layers": "2", "model.embed": "256", "model.mlp": "512", "model.heads": "4", "model.kv_heads": "2",
     "model.head_dim": "64", "model.vocab": "1024", "model.experts": "4", "data.sequence_length": "256",
-    "batch_size": "16", "mesh.data": "4", "mesh.expert": "1",
+    "batch_size": "16", "mesh.data": "4", "mesh.expert": "1", "scan_layers": "null",
 }  # fmt: skip
 
 
