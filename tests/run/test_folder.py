@@ -19,7 +19,7 @@ from trellis.files import check_utf8
 from trellis.optim import AdamW
 from trellis.recipes import tiny
 from trellis.run.config import Evaluation, Profile
-from trellis.run.data import Data, MixturePart, MixtureSource, PartWeight, StoreSource
+from trellis.run.data import Data, EmbeddedSource, MixturePart, MixtureSource, PartWeight, StoreSource
 from trellis.run.folder import (
     alone,
     check_as_saved,
@@ -402,6 +402,13 @@ def test_a_part_of_a_mixture_is_read_one_and_a_half_times(stores):
 def test_a_store_with_more_tokens_than_the_model_is_refused(stores):
     with pytest.raises(UserError, match="The model's vocabulary must include every token id of the store"):
         open_corpus(run_on(StoreSource(path=str(stores / "a")), vocab=200))
+
+
+def test_a_text_of_more_tokens_than_the_model_is_refused_before_a_tokenizer_is_trained(monkeypatch):
+    monkeypatch.setattr("trellis.train.corpus.embedded_stores", lambda **how: pytest.fail("a tokenizer is trained"))
+    with pytest.raises(UserError, match="The model's vocabulary must include every token of the text") as error:
+        open_corpus(run_on(EmbeddedSource(vocab=1024), vocab=512))
+    assert error.value.fix == "use --model.vocab 1024 or more, or --data.source.vocab 512 or less"
 
 
 def test_a_tokenizer_whose_documents_end_with_a_token_that_the_model_has_not_is_refused(stores, tmp_path):

@@ -138,6 +138,13 @@ def _stores(run: Run, progress: bool) -> tuple[TokenStore | Mixture, dict[str, T
     source = run.data.source
     match source:
         case EmbeddedSource(vocab=vocab):
+            if vocab > run.model.vocab:  # before a tokenizer is trained
+                raise UserError(
+                    "The model's vocabulary must include every token of the text.",
+                    seen=f"vocab={vocab} of the text, vocab={run.model.vocab} of the model",
+                    where="data.source.vocab",
+                    fix=f"use --model.vocab {vocab} or more, or --data.source.vocab {run.model.vocab} or less",
+                )
             found = embedded_stores(vocab_size=vocab, progress=progress)
             return found["train"], {"validation": found["validation"]}
         case StoreSource(path=path, validation=validation):
