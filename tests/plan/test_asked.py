@@ -113,6 +113,13 @@ def test_what_narrow_products_bring(tmp_path, capsys):
     assert "narrow products" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("other", ["heads: mxfp8", "vocab: fp8"])
+def test_narrow_products_that_alone_have_histories_of_scales_are_left_out_with_them(capsys, other):
+    narrow = ["--precision.products", f"{{mlp: fp8, {other}}}", "--precision.amax_history", "4", "--model.layers", "1"]
+    assert main(["plan", "tiny", "--on", "1xh100", *narrow, "--json"]) == 0
+    assert [each["part"] for each in json.loads(capsys.readouterr().out)["narrow"]] == ["mlp", other.split(":")[0]]
+
+
 @pytest.mark.parametrize(
     "words, seen, where, fix",
     [

@@ -3,8 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from trellis.errors import UserError
 from trellis.figures import numbers
 from trellis.figures.text import aligned
+from trellis.nn.precision import ProductKind
 from trellis.plan.quick import Plan
 from trellis.run.config import Run
 
@@ -68,11 +70,17 @@ def brought(run: Run, plan: Plan, planned: Callable[[Run], Plan]) -> list[Brough
     found = []
     for part, kind in run.precision.products.items():
         others = {p: k for p, k in run.precision.products.items() if p != part}
-        history = run.precision.amax_history if others else 0
-        precision = dataclasses.replace(run.precision, products=others, amax_history=history)
-        without = planned(dataclasses.replace(run, precision=precision))
+        try:
+            without = planned(_with_products(run, others, run.precision.amax_history))
+        except UserError:  # no product that is left has a history of scales
+            without = planned(_with_products(run, others, 0))
         found.append(Brought(part, kind, plan.seconds, without.seconds, plan.memory.peak, without.memory.peak))
     return found
+
+
+def _with_products(run: Run, products: dict[str, ProductKind], history: int) -> Run:
+    precision = dataclasses.replace(run.precision, products=products, amax_history=history)
+    return dataclasses.replace(run, precision=precision)
 
 
 def brought_text(found: Sequence[Brought]) -> str:
