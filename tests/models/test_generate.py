@@ -247,6 +247,10 @@ def test_refused_prompts():
         generate(model, PROMPTS, new_tokens=58, sampling=GREEDY, key=jax.random.key(0))
     with pytest.raises(UserError, match=r"fix:   give a prompt of 63 tokens or fewer"):
         generate(model, [[1] * 64], new_tokens=1, sampling=GREEDY, key=jax.random.key(0))
+    with pytest.raises(
+        UserError, match=r"at least one token\.\n.*nothing of it\n.*\n  fix:   give a prompt with words"
+    ):
+        generate(model, [[], []], new_tokens=1, sampling=GREEDY, key=jax.random.key(0))
     for token in (VOCAB, -1):
         with pytest.raises(UserError, match=rf"vocabulary\.\n  seen:  token {token}, vocab={VOCAB}"):
             generate(model_of("llama3"), [[0, token]], new_tokens=1, sampling=GREEDY, key=jax.random.key(0))

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,8 @@ def sample(
         ends: tokens that end a text beside the one that ends a document, such as those that end a message.
 
     Raises:
-        UserError: the prompt takes all positions that the model has, or has tokens that the model does not have.
+        UserError: the prompt takes all positions that the model has, or has tokens that the model does not have, or
+            none.
     """
     spaced = _spaced(tokenizer, model.config.vocab) if prompt.endswith(" ") and prompt.strip() else None
     kept = prompt if spaced is None else prompt[:-1]
@@ -162,7 +163,7 @@ def generate(
             few of its positions.
     """
     lengths = {len(p) for p in prompts}
-    if len(lengths) != 1 or 0 in lengths:
+    if len(lengths) != 1:
         raise UserError(
             "Prompts that are continued together must have the same number of tokens, at least one.",
             seen=f"lengths {sorted(lengths)}",
@@ -192,8 +193,9 @@ def generate(
     return jax.device_get(out.addressable_data(0)).tolist()
 
 
-def check_tokens(tokens: Iterable[int], vocab: int, where: str) -> None:
-    """Refuses tokens of a prompt that a model of `vocab` tokens does not have: its table has no rows for them.
+def check_tokens(tokens: Sequence[int], vocab: int, where: str) -> None:
+    """Refuses a prompt without tokens, of which there is nothing to continue, or with tokens that a model of `vocab`
+    tokens does not have: its table has no rows for them.
 
     Args:
         tokens: of a prompt.
@@ -203,6 +205,13 @@ def check_tokens(tokens: Iterable[int], vocab: int, where: str) -> None:
     Raises:
         UserError: naming the first.
     """
+    if not len(tokens):
+        raise UserError(
+            "A prompt must have at least one token.",
+            seen="none: the tokenizer leaves nothing of it",
+            where=where,
+            fix="give a prompt with words in it, or an empty one, which begins a document",
+        )
     if unknown := next((token for token in tokens if not 0 <= token < vocab), None):
         raise UserError(
             "Every token of a prompt must be in the model's vocabulary.",
