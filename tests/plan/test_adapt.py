@@ -123,6 +123,13 @@ def test_too_few_devices_for_the_state():
     assert line.endswith("use at least 10 devices of this kind")
 
 
+def test_too_few_devices_of_a_slice():
+    """Of the sizes that slices have: a state of 8B parameters in float32 takes six chips of v5e, and slices have 4 or 8."""
+    plan = quick_plan(load_run("llama_8b", {"mesh.data": "4"}), target("v5e:2x2"))
+    (line,) = excess_lines(plan, [])
+    assert line.endswith("use at least 8 devices of this kind"), line
+
+
 def test_the_command_tells_what_it_fitted(capsys, tmp_path):
     small = ["--model.layers", "2", "--model.embed", "256", "--model.mlp", "512", "--model.vocab", "512"]
     assert main(["plan", "llama_8b", "--on", "v5e:4x4", *small]) == 0

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 
 from trellis.errors import UserError
 from trellis.figures import numbers
+from trellis.hardware.chips import Target
+from trellis.mesh.topology import slice_names
 from trellis.plan.quick import Plan
 from trellis.run.config import Run
 
@@ -137,12 +139,22 @@ def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
     state = plan.memory.bytes_of("parameters", "optimizer")
     room = plan.target.chip.hbm_bytes
     if state > room:
-        count = math.ceil(state * plan.target.num_devices / room)
+        count = _held_by(math.ceil(state * plan.target.num_devices / room), plan.target)
         return [
             f"parameters and optimizer alone take {numbers.size(state)} a device, even sliced over all axes of the "
             f"mesh and layout that can slice them: use at least {count} devices of this kind"
         ]
     return [f"{_NOT_ENOUGH}: use more devices, or --search"]
+
+
+def _held_by(count: int, target: Target) -> int:
+    """The devices of the smallest slice that has at least so many: TPUs do not come in any number."""
+    generation = target.compiler_name.rpartition("*")[2].partition(":")[0]
+    if target.chip.kind != "tpu" or not any(name.startswith(f"{generation}:") for name in slice_names()):
+        return count
+    shapes = [name.partition(":")[2].split("x") for name in slice_names(generation)]
+    sizes = [math.prod(map(int, shape)) * target.chip.devices_per_chip for shape in shapes]
+    return min((size for size in sizes if size >= count), default=count)
 
 
 def excess_text(plan: Plan, ways: list[Way]) -> str:
