@@ -92,6 +92,19 @@ def test_one_layout_is_traced_once():
     assert len(count) == 1
 
 
+def test_an_operation_asks_a_traced_value_nothing_that_jax_explains(monkeypatch):
+    """It names the equations that a value was made of, in time that grows with all that were traced before."""
+    explained = []
+
+    def run(x):
+        monkeypatch.setattr(type(x.array), "_origin_msg", lambda _: explained.append(1) or "")
+        return (x * 2 + tr.exp(x)).sum("b")
+
+    with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):
+        jax.make_jaxpr(run)(tr.shard(tr.ones({"b": 8}), "compute"))
+    assert not explained
+
+
 def test_threads_have_layouts_of_their_own():
     import threading
 

@@ -136,7 +136,9 @@ def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
             f"a layout can only be used on its own mesh, got one for ({mesh_text(layout.mesh)}) where the mesh in "
             f"force is ({mesh_text(here)}), in {what}: make a layout for the mesh in force, or leave out jax.set_mesh"
         )
-    mesh, sharding = jax.typeof(array).sharding.mesh, getattr(array, "sharding", None)
+    # A traced value has none, which JAX explains from all equations before it: asked of each, in time of their square.
+    sharding = None if is_tracer(array) else getattr(array, "sharding", None)
+    mesh = jax.typeof(array).sharding.mesh
     if mesh.empty or isinstance(sharding, SingleDeviceSharding):  # its type stays if `jax.device_put` takes it there
         return _placed(array, names, mode)
     devices = getattr(sharding, "mesh", None) if layout is not None else None
