@@ -1,11 +1,14 @@
 """The layout is part of what JAX keys its traces by: no transformation serves a trace of another layout."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import trellis as tr
+from trellis import nn
 from trellis.named import NamesError
 from trellis.named.saving import layer_written_out
 
@@ -90,6 +93,23 @@ def test_one_layout_is_traced_once():
     with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):  # an equal one
         f(tr.shard(tr.ones({"b": 8}), "compute"))
     assert len(count) == 1
+
+
+@pytest.mark.parametrize("pos", ["", "data"], ids=["whole", "sliced"])
+def test_a_gradient_traces_no_derivative_that_only_forward_mode_reads(pos, monkeypatch):
+    module = importlib.import_module(f"trellis.nn.attention.{'sliced.attention' if pos else 'chunked'}")
+    change, traced = module._attend_change, []
+    monkeypatch.setattr(module, "_attend_change", lambda *given: traced.append(1) or change(*given))
+    layout = tr.Layout(tr.make_mesh(jax.devices()[:4], data=4), compute={"pos": pos, "key_pos": pos} if pos else {})
+    with layout:
+        q = tr.ones({"batch": 1, "pos": 8, "heads": 2, "head_dim": 4})
+        q, k = tr.shard((q, q.rename({"pos": "key_pos", "heads": "kv_heads"})), "compute")
+        run = lambda q: nn.attend(q, k, k).sum().array
+        jax.make_jaxpr(jax.grad(run))(q)
+        assert not traced
+        jax.make_jaxpr(lambda q: jax.jvp(run, (q,), (q,))[1])(q)
+        jax.jit(lambda q: jax.jvp(run, (q,), (q,))[1]).lower(q)
+        assert traced
 
 
 def test_an_operation_asks_a_traced_value_nothing_that_jax_explains(monkeypatch):

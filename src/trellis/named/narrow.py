@@ -392,7 +392,7 @@ def _derivative(static: _Static, primals, tangents):
             factors[static.weight] = _not_rounded(gradient, factors[static.weight][1])
         return *(_gradient(static, which, *pair) for which, pair in enumerate(factors)), met
 
-    return out, linear(change, gradients)((largest, *fixed), tuple(tangents[:3]))
+    return out, linear(change, gradients, like=out)((largest, *fixed), tuple(tangents[:3]))
 
 
 def _not_rounded(gradient, other: Rounded) -> tuple[Rounded, Rounded]:

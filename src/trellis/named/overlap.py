@@ -208,9 +208,9 @@ def _gather_products(rings: _Rings, x, weights):
 
 @_gather_products.defjvp
 def _gather_derivative(rings: _Rings, operands, changes):
-    products, whole = _gather_products(rings, *operands)
-    change = linear(functools.partial(_gather_change, rings), functools.partial(_gather_gradients, rings))
-    return (products, whole), change((whole, operands[1]), changes)
+    out = _, whole = _gather_products(rings, *operands)
+    change = linear(functools.partial(_gather_change, rings), functools.partial(_gather_gradients, rings), like=out)
+    return out, change((whole, operands[1]), changes)
 
 
 def _gather_change(rings: _Rings, fixed, changes):
@@ -261,8 +261,9 @@ def _scatter_product(rings: _Rings, x, weight):
 
 @_scatter_product.defjvp
 def _scatter_derivative(rings: _Rings, operands, changes):
-    change = linear(functools.partial(_scatter_change, rings), functools.partial(_scatter_gradients, rings))
-    return _scatter_product(rings, *operands), change(operands, changes)
+    out = _scatter_product(rings, *operands)
+    change = linear(functools.partial(_scatter_change, rings), functools.partial(_scatter_gradients, rings), like=out)
+    return out, change(operands, changes)
 
 
 def _scatter_change(rings: _Rings, operands, changes):

@@ -114,9 +114,12 @@ def _fenced(value: Callable, of_gate: Callable, of_up: Callable) -> Callable:
         gate, up = made_again(kept)
         return jax.lax.optimization_barrier((gradient_gate(gate, up, d_out), gradient_up(gate, d_out)))
 
-    moved = linear(change, backward)
+    def derivative(operands, changes):
+        out = value(*operands)
+        return out, linear(change, backward, like=out)(operands, changes)
+
     fenced = jax.custom_jvp(value)
-    fenced.defjvp(lambda operands, changes: (value(*operands), moved(operands, changes)))
+    fenced.defjvp(derivative)
     return fenced
 
 

@@ -163,7 +163,7 @@ def _derivative(settings: _Settings, primals, tangents):
     out, log_sum = _forward(q, k, v, tokens, settings)
     if settings.save_name is not None:
         out, log_sum = (checkpoint_name(x, settings.save_name) for x in (out, log_sum))
-    change = linear(partial(_attend_change, settings), partial(_attend_bwd, settings))
+    change = linear(partial(_attend_change, settings), partial(_attend_bwd, settings), like=out)
     return out, change((q, k, v, tokens, out, log_sum), tangents[:3])
 
 

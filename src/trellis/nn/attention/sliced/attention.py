@@ -126,7 +126,7 @@ def _kept(call: _Attention, q, k, v, ids, sinks):
 @_attend.defjvp
 def _derivative(call: _Attention, primals, tangents):
     out, kept = _kept(call, *primals)
-    change = linear(functools.partial(_attend_change, call), functools.partial(_attend_backward, call))
+    change = linear(functools.partial(_attend_change, call), functools.partial(_attend_backward, call), like=out)
     own = () if primals[4] is None else (tangents[4],)
     return out, change(kept, (*tangents[:3], *own))
 
