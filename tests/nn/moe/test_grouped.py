@@ -160,6 +160,21 @@ def test_rows_are_gathered_in_the_kernels(dtype, outer):
             held(last[group], rows[mine].T, d_taken)
 
 
+def test_blocks_are_traced_once_for_each_type(monkeypatch):
+    in_blocks, traced = blocks._in_blocks, []
+    monkeypatch.setattr(blocks, "_in_blocks", lambda *given: traced.append(1) or in_blocks(*given))
+    rows, weights, sizes = jnp.ones((37, 5)), jnp.ones((3, 5, 5)), jnp.array([9, 0, 28])
+
+    def both(rows):
+        made = blocks.multiply(rows, weights, sizes)
+        return made, blocks.weights_gradient(rows, made, sizes, jnp.float32)
+
+    jax.make_jaxpr(both)(rows)
+    first = len(traced)
+    jax.make_jaxpr(lambda rows: both(both(rows)[0]))(rows)
+    assert 0 < first == len(traced)
+
+
 @pytest.mark.slow
 def test_blocks_multiply_the_rows_and_few_besides(monkeypatch):
     """Of groups that nearly fill a large block, take several, or are empty; loops run in Python, and are counted."""

@@ -29,6 +29,11 @@ BLOCKS, FINE_BLOCKS, VACANT = (512, 128, 64, 32, 16), (512, 48, 8), 32
 FEW = 256
 
 
+# Traced once for each type of its arrays: a layer has three of them, a step each of these several times.
+_traced_once = functools.partial(jax.jit, inline=True)
+
+
+@functools.partial(_traced_once, static_argnames="swapped")
 def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False) -> jax.Array:
     """As `grouped_matmul`; `weights` are `groups in out`, or `groups out in` if they are swapped."""
     count, columns, dtype = rows.shape[0], weights.shape[1 if swapped else 2], rows.dtype
@@ -64,6 +69,7 @@ def rows_gradient(d: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: j
     return functools.reduce(operator.add, made)
 
 
+@functools.partial(_traced_once, static_argnames="dtype")
 def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """For each group, the products of its rows with their gradients, summed in float32: `groups in out`.
 
