@@ -100,3 +100,17 @@ def test_a_choice_is_one_boolean():
             return x.sum("batch")
 
         tr.while_loop(lambda x: x.sum() > 0, turn, x)
+
+
+def test_loops_and_choices_over_slices_carry_numbers():
+    """JAX maps one over slices only if all of its carry lies on the mesh, also what began as a number of Python."""
+    small = lambda carry: carry[1].sum() < 30.0
+    loop = lambda row: tr.while_loop(small, lambda carry: (carry[0] + 1, carry[1] + 1.0), (0, row))
+    choice = lambda row: tr.cond(row.sum() > 0, lambda count: count + 1, lambda count: count, 3)
+    count = lambda carry, x: (tr.cond(x > 0, lambda n: n + 1, lambda n: n, carry[0]), carry[1] + x)
+    through = lambda row: (*loop(row), choice(row), tr.fold(count, "embed")((0, row.sum()), row))
+    rows = tr.named(np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32), "batch embed")
+    wanted = tr.named_jit(tr.vmap(through, "batch"))(rows)
+    with tr.Layout(tr.make_mesh(data=8), compute={"batch": "data"}):
+        found = tr.named_jit(tr.vmap(through, "batch"))(rows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(jax.device_get(a), b, rtol=1e-5), found, wanted)

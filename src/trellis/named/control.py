@@ -50,7 +50,7 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init):
         return pinned(new)
 
     goes_on = lambda carry: _choice(cond_fun(pinned(carry)), "while_loop")
-    carry = entered(only_arrays(init, "while_loop"), "while_loop", copies=False)
+    carry = entered(only_arrays(init, "while_loop"), "while_loop", copies=False, numbers=True)
     try:
         return jax.lax.while_loop(goes_on, body, carry)
     except Elsewhere as elsewhere:
@@ -96,7 +96,7 @@ def cond(pred, true_fun: Callable, false_fun: Callable, *operands):
 
         return run
 
-    operands = entered(only_arrays(operands, "cond"), "cond", copies=False)
+    operands = entered(only_arrays(operands, "cond"), "cond", copies=False, numbers=True)
     return jax.lax.cond(_choice(pred, "cond"), branch(true_fun), branch(false_fun), operands)
 
 

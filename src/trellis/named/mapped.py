@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from trellis.named.arguments import shown
 from trellis.named.array import NamedArray, is_named
@@ -127,17 +128,21 @@ def only_arrays(tree, what: str):
     return tree
 
 
-def entered(tree, what: str, *, pending: bool = True, copies: bool = True):
+def entered(tree, what: str, *, pending: bool = True, copies: bool = True, numbers: bool = False):
     """A tree of arrays on the mesh in force.
 
     Args:
         pending: whether partial sums may be among them.
         copies: whether copies (`~`) may; else they are no longer held as copies.
+        numbers: whether numbers become arrays, too: JAX maps loops and choices over slices only if all that they
+            carry lies on the mesh.
     """
 
     def enter(x):
         if is_named(x):
             return operand(x, what, pending=pending, copies=copies)
+        if numbers and isinstance(x, int | float | complex):
+            x = jnp.asarray(x)
         return on_mesh(x, tuple(f"_{i}" for i in range(x.ndim)), what) if is_array(x) and hasattr(x, "ndim") else x
 
     return jax.tree.map(enter, tree, is_leaf=is_named)

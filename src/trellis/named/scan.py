@@ -79,8 +79,10 @@ def loop(
     ordered = (name,) if by_order else ()
 
     def scanned(carry, *xs):
-        carry, xs = entered(only_arrays(carry, "scan"), "scan"), entered(xs, "scan")
+        xs = entered(xs, "scan")
         length = length_of(xs, axis, "scan")
+        written = bool(own) or 0 < length <= unroll
+        carry = entered(only_arrays(carry, "scan"), "scan", numbers=not written)
         refuse_cut((name,), "scan")
         refuse_dealt(ordered, "scan")
         gathered = lambda x: whole(x, (name,), "scan", ordered) if is_named(x) and name in x.names else x
@@ -101,7 +103,6 @@ def loop(
         reads = wide or any_narrow([x for x in still if x is not None])
 
         def run(carry):
-            written = bool(own) or 0 < length <= unroll
             fenced = written and fences_layers((carry, moving, own))
             one = checkpoint(body, _without_copies(policy), fenced=fenced)
             if fenced:
