@@ -210,7 +210,7 @@ def test_resuming_on_another_mesh_goes_on_along_the_same_curve(tmp_path, mesh):
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_a_checkpoint_and_the_same_command_resumes(tmp_path, mesh, number, code):
     assembled, feed = toy(mesh, EVERY)
 
@@ -231,6 +231,23 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_resumes(tmp_path, mesh
     assert again.exit_code == 0
     for a, b in zip(raw(again.state), raw(whole.state), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(tmp_path, mesh):
+    assembled, feed = toy(mesh, EVERY)
+
+    def batches(start):
+        for index, batch in feed.batches(start):
+            if index == 7:
+                os.kill(os.getpid(), signal.SIGHUP)
+            yield index, batch
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        outcome = train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (outcome.exit_code, outcome.step) == (0, 12)
 
 
 def test_a_finished_run_is_not_trained_on(tmp_path, mesh):

@@ -153,10 +153,11 @@ def leave_at_once(error: BaseException) -> NoReturn:
 
 
 class Signals:
-    """Notes SIGTERM and SIGINT while a run trains, so that it saves a checkpoint before it ends.
+    """Notes SIGTERM, SIGINT and SIGHUP while a run trains, so that it saves a checkpoint before it ends.
 
     With several processes, JAX's preemption service takes the SIGTERM of any of them and lets all stop at the same
-    step; a process that gets SIGINT therefore sends itself SIGTERM. A second SIGINT ends the run at once.
+    step; a process that gets another signal therefore sends itself SIGTERM. A second SIGINT ends the run at once. A
+    SIGHUP that is ignored from the start, as under nohup, stays so.
     """
 
     def __init__(self) -> None:
@@ -169,7 +170,8 @@ class Signals:
     def __enter__(self) -> "Signals":
         # Python lets only the main thread set handlers.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT,) if self._together else (signal.SIGTERM, signal.SIGINT):
+            hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+            for number in (signal.SIGINT, *hangup, *(() if self._together else (signal.SIGTERM,))):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
