@@ -83,6 +83,14 @@ def test_the_smallest_type(tmp_path):
     assert [smallest_dtype(n).name for n in (256, 257, 65_536, 65_537)] == ["uint8", "uint16", "uint16", "uint32"]
 
 
+def test_nothing_there_from_this_folder(tmp_path, monkeypatch):
+    """A run has the path that it was given; it may be resumed from another folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as raised:
+        open_store("stores/mine")
+    assert (raised.value.seen, raised.value.where) == (f"no such folder in {tmp_path}", "stores/mine")
+
+
 def test_nothing_there(tmp_path):
     with pytest.raises(UserError) as raised:
         open_store(tmp_path / "none")

@@ -66,9 +66,10 @@ def read_metadata(folder: Folder) -> dict:
         file, there = os.path.isfile(folder.url), folder.remote or os.path.isdir(folder.url)
         texts = file or (there and not folder.remote and bool(os.listdir(folder.url)))
         fix = f"; to make one from text: trellis tokenize {folder.url} --out stores/mine --train-bpe 512"
+        seen = "no such folder" if os.path.isabs(folder.url) else f"no such folder in {os.getcwd()}"
         raise UserError(
             "A token store must be a Zarr group.",
-            seen="a file" if file else "no zarr.json" if there else "no such folder",
+            seen="a file" if file else "no zarr.json" if there else seen,
             where=folder.url,
             fix="use the path that `trellis tokenize --out` was given" + (fix if texts else ""),
         ) from error
