@@ -124,7 +124,7 @@ def test_too_few_devices_for_the_state():
 
 
 def test_too_few_devices_of_a_slice():
-    """Of the sizes that slices have: a state of 8B parameters in float32 takes six chips of v5e, and slices have 4 or 8."""
+    """Of the sizes that slices have: 8B parameters in float32 and their moments take six chips of v5e."""
     plan = quick_plan(load_run("llama_8b", {"mesh.data": "4"}), target("v5e:2x2"))
     (line,) = excess_lines(plan, [])
     assert line.endswith("use at least 8 devices of this kind"), line

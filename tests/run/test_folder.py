@@ -24,6 +24,7 @@ from trellis.run.folder import (
     alone,
     check_as_saved,
     check_path,
+    check_run_folder,
     claim,
     new_folder,
     open_run,
@@ -108,10 +109,11 @@ def test_a_checkpoint_is_no_folder_of_a_run(tmp_path):
         open_run(saved)
     use = "`trellis evaluate`, `generate` and `export` take it with --step 12"
     assert error.value.fix == f"name {tmp_path}; {use}"
-    for opened in (check_path, open_run):
+    for opened in (check_run_folder, open_run):
         with pytest.raises(UserError, match="A run's folder is the one that has its checkpoints") as error:
             opened(tmp_path / "checkpoints")
         assert error.value.fix == f"name {tmp_path}"
+    check_path(tmp_path / "checkpoints")  # a run's own checkpoints are there
 
 
 def test_only_steps_that_are_not_yet_made_can_be_profiled(tmp_path):

@@ -37,7 +37,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.checkpoints.checkpoints import told_of_last_good
     from trellis.checkpoints.manifest import finished_steps
     from trellis.run.folder import (
-        check_path,
+        check_run_folder,
         claim,
         has_begun,
         new_folder,
@@ -79,7 +79,7 @@ def execute(args: argparse.Namespace) -> int:
             where="--run-dir",
             fix="mount the bucket (gcsfuse, s3fs) and use its folder; only token stores can be URLs",
         )
-    check_path(folder := Path(args.run_dir) if args.run_dir else resumed or new_folder(run))
+    check_run_folder(folder := Path(args.run_dir) if args.run_dir else resumed or new_folder(run))
     _check_home(args.recipe, folder)
     if args.until is not None and args.until < 0:
         fix = "use --until 0 for the first checkpoint only"

@@ -51,7 +51,7 @@ def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
 def check_path(folder: Path) -> None:
     """Refuses a folder that no run can have: TensorStore writes and finds checkpoints under names in UTF-8, in which it
     takes a backslash for a slash. Under a locale of another encoding, Python would name another folder. Nor is a
-    checkpoint, with its copy of `run.yaml`, a run's folder, or the folder of a run's checkpoints."""
+    checkpoint, with its copy of `run.yaml`, a run's folder."""
     shown, fix = str(folder).encode(errors="replace").decode(), "rename it, or use another --run-dir"
     if (encoding := sys.getfilesystemencoding()) != "utf-8" and not str(folder.absolute()).isascii():
         raise UserError(
@@ -65,14 +65,6 @@ def check_path(folder: Path) -> None:
         raise UserError(
             "The path of a run's folder must contain no backslash.", seen=str(folder.absolute()), where=shown, fix=fix
         )
-    there = folder.absolute()
-    if there.name == "checkpoints" and (there.parent / "run.yaml").is_file():
-        raise UserError(
-            "A run's folder is the one that has its checkpoints.",
-            seen="the folder `checkpoints` of a run",
-            where=shown,
-            fix=f"name {typed(there.parent)}",
-        )
     if (step := _CHECKPOINT.fullmatch(folder.absolute().name)) and (folder / "state").is_dir():
         run = folder.absolute().parent.parent
         use = f"`trellis evaluate`, `generate` and `export` take it with --step {int(step[1])}"
@@ -81,6 +73,19 @@ def check_path(folder: Path) -> None:
             seen=f"the checkpoint of step {int(step[1])}",
             where=shown,
             fix=f"name {typed(run) if (run / 'run.yaml').is_file() else 'the folder of its run'}; {use}",
+        )
+
+
+def check_run_folder(folder: Path) -> None:
+    """Refuses a folder that no run can have (`check_path`), and the one of a run's checkpoints."""
+    check_path(folder)
+    there = folder.absolute()
+    if there.name == "checkpoints" and (there.parent / "run.yaml").is_file():
+        raise UserError(
+            "A run's folder is the one that has its checkpoints.",
+            seen="the folder `checkpoints` of a run",
+            where=str(folder),
+            fix=f"name {typed(there.parent)}",
         )
 
 
@@ -325,7 +330,7 @@ def open_run(folder: Path) -> Run:
     Raises:
         UserError: the folder is not a run's.
     """
-    check_path(folder)
+    check_run_folder(folder)
     path = folder / "run.yaml"
     if not path.is_file():
         raise UserError(
