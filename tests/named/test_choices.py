@@ -114,3 +114,17 @@ def test_loops_and_choices_over_slices_carry_numbers():
     with tr.Layout(tr.make_mesh(data=8), compute={"batch": "data"}):
         found = tr.named_jit(tr.vmap(through, "batch"))(rows)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(jax.device_get(a), b, rtol=1e-5), found, wanted)
+
+
+def test_a_branch_over_slices_reads_a_parameter_that_is_an_argument():
+    """JAX maps what a branch reads from around it as if each row had its own."""
+    one = lambda row, w: tr.cond(row.sum() > 0, lambda row: (row * w).sum(), lambda row: row.sum(), row)
+    rng = np.random.default_rng(0)
+    rows, w = (tr.named(rng.normal(size=s).astype(np.float32), n) for s, n in (((8, 8), "batch embed"), (8, "embed")))
+    wanted = tr.vmap(one, "batch")(rows, w)
+    with tr.Layout(tr.make_mesh(data=8), params={"embed": "data"}, compute={"batch": "data"}):
+        w = tr.shard(w)
+        found = tr.named_jit(tr.vmap(one, "batch"))(rows, w)
+        with pytest.raises(tr.MeshError, match="whole along the mesh axes .* make it an argument of the function"):
+            tr.named_jit(lambda rows, w: tr.vmap(lambda row: one(row, w), "batch")(rows))(rows, w)
+    np.testing.assert_allclose(jax.device_get(found.array), wanted.array, rtol=1e-5)
