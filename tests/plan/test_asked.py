@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.plan.small import small
+from tests.plan.small import SMALL, small
 from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.hardware.chips import target
@@ -95,6 +95,17 @@ def test_a_search_looks_at_meshes_that_divide_alone():
 def test_a_search_says_why_no_mesh_divides():
     with pytest.raises(UserError, match="Mesh axes must divide the axis that they slice"):
         search(small(model__mlp="511", layout__params__mlp="data", layout__params__embed=""), target("8xH100"), most=4)
+
+
+def test_a_search_of_what_cannot_be_planned_says_why(tmp_path, capsys):
+    """It is refused on every mesh, and not for want of memory."""
+    delayed = ["--precision.products", "{experts: fp8}", "--precision.amax_history", "2"]
+    sizes = [f"--{name}={value}" for name, value in SMALL.items()]
+    asked = ["--search", "--page", str(tmp_path / "plan.html")]
+    assert main(["plan", "mixtral_8x7b", "--on", "4xh100", *sizes, *delayed, *asked]) == 2
+    said = capsys.readouterr()
+    assert "one that can be planned.\n  seen:  Delayed scales cannot be used in pipeline stages" in said.err
+    assert "nothing fits" not in said.out
 
 
 def test_what_narrow_products_bring(tmp_path, capsys):

@@ -40,6 +40,8 @@ MOST_BLOCKS, BLOCK = 1 << 15, 512
 # Stages of a pipeline, and how often parameters are gathered.
 STAGES = (1, 2, 4, 8)
 ACCUMULATIONS: tuple[Literal["pending", "sharded"], ...] = ("pending", "sharded")
+# What is said of steps of other lengths that need more memory than there is.
+_NO_ROOM = "do not fit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +279,8 @@ def search(
         load: for a mixture of experts, the rows that the fullest device gets, relative to an even load.
 
     Raises:
-        UserError: no mesh divides the batch, or the axes of the model that it slices.
+        UserError: no mesh divides the batch, or the axes of the model that it slices, or nothing that is tried can be
+            planned.
     """
     found, refusals = [], []
     whole, run, written = run, run.at(start), written or run
@@ -318,6 +321,13 @@ def search(
     planned += map(plan, written_out(planned, target, written))
     if progress:
         print(file=sys.stderr)
+    if planned and all(c.plan is None and not c.refused.endswith(_NO_ROOM) for c in planned):
+        raise UserError(
+            "At least one setting that a search tries must be one that can be planned.",
+            seen=planned[0].refused,
+            where=f"{len(planned)} settings for {target.name}",
+            fix="change what this names in the run: no mesh, layout or checkpoint policy does",
+        )
     if compile_best:
         planned = _compiled(planned, target, compile_best)
     planned.sort(key=lambda c: (c.plan is None, not c.fits, c.seconds))
@@ -371,7 +381,7 @@ def _planned(
             with as_of_phase(phase.start):
                 other = quick_plan(phase.run, target, load=load)
             if not other.fits:
-                return dataclasses.replace(candidate, refused=f"steps from {phase.start + 1:,} on do not fit")
+                return dataclasses.replace(candidate, refused=f"steps from {phase.start + 1:,} on {_NO_ROOM}")
         return dataclasses.replace(candidate, plan=quick_plan(candidate.run, target, price=price, load=load))
     except (UserError, ValueError, NotImplementedError) as error:
         return dataclasses.replace(candidate, refused=str(error).splitlines()[0])
