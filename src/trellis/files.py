@@ -79,15 +79,21 @@ def unread(stream: TextIO) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None or error.errno not in _NO_READER:
+        gone = isinstance(error, BrokenPipeError) or error.errno in _NO_READER
+        if error.filename is not None or not gone:
             raise
         drop_output(stream)
 
 
 def drop_output(stream: TextIO) -> None:
-    """Output goes nowhere from here on; what is held of it would otherwise fail once more at Python's exit."""
+    """Output goes nowhere from here on; what is held of it would otherwise fail once more at Python's exit. A stream
+    without a file, which a program around Trellis put there, stays as it is."""
+    try:
+        number = stream.fileno()
+    except OSError:  # `io.UnsupportedOperation` is one
+        return
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
+    os.dup2(nowhere, number)
     os.close(nowhere)
 
 

@@ -123,10 +123,10 @@ def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
         MeshError: it lies on another mesh.
     """
     here = jax.sharding.get_abstract_mesh()
-    mode = mode_of(here)
-    if mode == "none" and is_tracer(array):
+    mode, traced = mode_of(here), is_tracer(array)
+    if mode == "none" and traced:
         _refuse_after_its_mesh(array, names, what)
-    if mode == "none" and isinstance(array, jax.Array) and not is_tracer(array):
+    elif mode == "none" and isinstance(array, jax.Array):
         return _closed_over(array)
     if mode in ("none", "manual"):
         return jnp.asarray(array) if isinstance(array, np.ndarray | np.generic) else array
@@ -137,7 +137,7 @@ def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
             f"force is ({mesh_text(here)}), in {what}: make a layout for the mesh in force, or leave out jax.set_mesh"
         )
     # A traced value has none, which JAX explains from all equations before it: asked of each, in time of their square.
-    sharding = None if is_tracer(array) else getattr(array, "sharding", None)
+    sharding = None if traced else getattr(array, "sharding", None)
     mesh = jax.typeof(array).sharding.mesh
     if mesh.empty or isinstance(sharding, SingleDeviceSharding):  # its type stays if `jax.device_put` takes it there
         return _placed(array, names, mode)
