@@ -442,7 +442,8 @@ def test_indices_that_a_compiler_forgets_are_found(plain_mesh):
     """46 of docs/published-bugs.md."""
     x = jax.device_put(jax.random.normal(jax.random.key(0), (8, 256)), NamedSharding(plain_mesh, P("x", "y")))
     proof = tr.prove(lambda x: jax.lax.top_k(x, 3), x, on="v5e:2x2")
-    assert [output.right for output in proof.outputs] == [True, False], "libtpu has mended it: the page says so"
+    mended = jax.__version_info__ >= (0, 12)  # with libtpu 0.0.50
+    assert [output.right for output in proof.outputs] == [True, mended], "the page says which libtpu has it"
     by_name = lambda x: [found.array for found in tr.top_k(x, "vocab", k=3)]
     with tr.Layout(plain_mesh, compute={"batch": "x", "vocab": "y"}):
         assert tr.prove(by_name, tr.named(x, "batch vocab"), on="v5e:2x2").proven
