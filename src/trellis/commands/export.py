@@ -31,7 +31,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis export`."""
-
     from trellis.hardware.platform import choose_platform, devices_of_jax
     from trellis.hub import copy_tokenizer, write_folder, write_tokenizer
     from trellis.models import FAMILIES

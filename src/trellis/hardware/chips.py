@@ -142,12 +142,16 @@ class Target:
         return math.prod(self.shape) * self.chip.devices_per_chip * self.num_slices
 
     @property
+    def generation(self) -> str:
+        """The name that `trellis.mesh.topology` has for the chip's generation, of a TPU."""
+        return "tpu7x" if self.chip.name == "v7x" else self.chip.name
+
+    @property
     def compiler_name(self) -> str:
         """The name that `trellis.mesh.topology.target_devices` takes."""
         if self.chip.kind == "gpu":
             return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
-        generation = "tpu7x" if self.chip.name == "v7x" else self.chip.name
-        one = f"{generation}:{'x'.join(map(str, self.shape))}"
+        one = f"{self.generation}:{'x'.join(map(str, self.shape))}"
         return one if self.num_slices == 1 else f"{self.num_slices}*{one}"
 
 

@@ -23,7 +23,8 @@ class Candidate:
         options: what differs, as command line options.
         sketch: rough figures.
         plan: the plan from types; None if it was not among the best, or could not be planned.
-        refused: why it could not be planned.
+        refused: why it has no plan.
+        too_large: whether that is because steps of another length need more memory than there is.
         verdict: the compiler's view, if it was asked.
     """
 
@@ -32,6 +33,7 @@ class Candidate:
     sketch: Sketch
     plan: Plan | None = None
     refused: str = ""
+    too_large: bool = False
     verdict: Any = None
 
     @property

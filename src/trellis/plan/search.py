@@ -40,8 +40,6 @@ MOST_BLOCKS, BLOCK = 1 << 15, 512
 # Stages of a pipeline, and how often parameters are gathered.
 STAGES = (1, 2, 4, 8)
 ACCUMULATIONS: tuple[Literal["pending", "sharded"], ...] = ("pending", "sharded")
-# What is said of steps of other lengths that need more memory than there is.
-_NO_ROOM = "do not fit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +319,7 @@ def search(
     planned += map(plan, written_out(planned, target, written))
     if progress:
         print(file=sys.stderr)
-    if planned and all(c.plan is None and not c.refused.endswith(_NO_ROOM) for c in planned):
+    if planned and all(c.plan is None and not c.too_large for c in planned):
         raise UserError(
             "At least one setting that a search tries must be one that can be planned.",
             seen=planned[0].refused,
@@ -381,7 +379,8 @@ def _planned(
             with as_of_phase(phase.start):
                 other = quick_plan(phase.run, target, load=load)
             if not other.fits:
-                return dataclasses.replace(candidate, refused=f"steps from {phase.start + 1:,} on {_NO_ROOM}")
+                why = f"steps from {phase.start + 1:,} on do not fit"
+                return dataclasses.replace(candidate, refused=why, too_large=True)
         return dataclasses.replace(candidate, plan=quick_plan(candidate.run, target, price=price, load=load))
     except (UserError, ValueError, NotImplementedError) as error:
         return dataclasses.replace(candidate, refused=str(error).splitlines()[0])

@@ -149,10 +149,9 @@ def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
 
 def _held_by(count: int, target: Target) -> int:
     """The devices of the smallest slice that has at least so many: TPUs do not come in any number."""
-    generation = target.compiler_name.rpartition("*")[2].partition(":")[0]
-    if target.chip.kind != "tpu" or not any(name.startswith(f"{generation}:") for name in slice_names()):
+    if target.chip.kind != "tpu":
         return count
-    shapes = [name.partition(":")[2].split("x") for name in slice_names(generation)]
+    shapes = [name.partition(":")[2].split("x") for name in slice_names() if name.startswith(f"{target.generation}:")]
     sizes = [math.prod(map(int, shape)) * target.chip.devices_per_chip for shape in shapes]
     return min((size for size in sizes if size >= count), default=count)
 
