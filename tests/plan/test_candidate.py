@@ -75,6 +75,7 @@ def test_a_search_plans_the_fastest_also_with_layers_written_out(written):
         assert c.options.get("scan_layers") == {None: "null", False: None}[c.run.scan_layers] or written == "null"
         again = load_run("mixtral_8x7b_v5p_64", MIXTURE | {"scan_layers": written} | dict(c.options))
         assert quick_plan(again, where).seconds == c.plan.seconds, "options as they are told give what was promised"
+    assert all(("written out" in c.layout) is (c.run.scan_layers is False) for c in found.candidates)
     runs = [c.run for c in found.candidates]
     assert all(one != other for number, one in enumerate(runs) for other in runs[:number]), "none is planned twice"
 

@@ -73,12 +73,14 @@ class Candidate:
 
     @property
     def layout(self) -> str:
-        """The preset, how attention reaches keys of other slices, and how layers are dealt out to stages."""
+        """The preset, how attention reaches keys of other slices, how layers are dealt out to stages, and whether they
+        are written out."""
         layout, mesh = self.run.layout, self.run.mesh
         kinds: list[str] = [layout.preset, *[layout.context] * (mesh.context > 1)]
         if mesh.stage > 1:
             kinds += [f"{layout.pipeline_groups} groups"] * (layout.pipeline_groups > 1)
             kinds += [self.run.accumulation] * (self.run.accumulation != "pending")
+        kinds += ["written out"] * (self.run.scan_layers is False)
         return ", ".join(kinds)
 
     @property
