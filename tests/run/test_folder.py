@@ -233,6 +233,25 @@ def test_a_resumed_run_is_told_what_it_may_change(where, seen, among, tmp_path):
     assert error.value is mistake, "tokens may get to their experts in another way"
 
 
+@pytest.mark.parametrize(
+    ("where", "fix"),
+    [
+        ("precision.amax_history", "use --precision.amax_history 0"),
+        ("precision.products", "use fp8, or fewer devices along model"),
+        ("lengths", "give this length a batch_size of 3 or 6"),
+    ],
+)
+def test_what_only_some_meshes_can_have_is_mended_by_the_mesh_where_a_run_goes_on(where, fix, tmp_path):
+    claim(tmp_path, tiny())
+    with pytest.raises(UserError) as error, unchanged_if_refused(tmp_path):
+        raise UserError("Cannot be.", seen=2, where=where, fix=fix)
+    assert error.value.fix == fix, "a run that has not begun may change it"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError) as error, unchanged_if_refused(tmp_path):
+        raise UserError("Cannot be.", seen=2, where=where, fix=fix)
+    assert error.value.fix == f"use a mesh that can, such as the one before: a resumed run keeps its {where}"
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_batch_that_does_not_divide_is_mended_by_the_mesh_where_a_run_goes_on(begun, tmp_path):
     claim(tmp_path, tiny())

@@ -19,6 +19,8 @@ from trellis.run.schema import plain
 
 # Fields that the sizes of a mesh have to divide, and that stay as they are when a run is resumed. Of a model, all are.
 _STAYS = ("batch_size", "data.sequence_length", "model.")
+# Others that stay, and that some meshes cannot have. A run that was resumed had a mesh that can.
+_HELD = ("lengths", "precision.")
 # Fields that may differ when a run is resumed: how long, where and in which way it is computed, and what is written
 # about it; not what it computes: its model, its data or its optimizer.
 _MAY_CHANGE = (
@@ -218,6 +220,9 @@ def unchanged_if_refused(folder: Path, *, write: bool = True) -> Generator[None]
             raise
         if write and path.read_bytes() != text:
             write_whole(path, text.decode())
+        if isinstance(error, UserError) and error.where.startswith(_HELD):
+            fix = f"use a mesh that can, such as the one before: a resumed run keeps its {error.where}"
+            raise UserError(error.rule, seen=error.seen, where=error.where, fix=fix) from error
         if isinstance(error, UserError) and _asks_for_another(error):
             several = ", --microbatches" if "microbatches=" in str(error.seen) else ""
             fix = f"use --devices{several} or --mesh sizes that divide it: a resumed run keeps its {error.where}"
