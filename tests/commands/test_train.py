@@ -298,7 +298,9 @@ def test_a_run_is_paused_before_its_first_step_and_resumed_by_its_folder(run_fil
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2]
     code, _, err = trellis(capsys, "train", folder / "run.yaml", "--run-dir", folder, "--layout.preset", "fsdp")
     assert code == 0 and "resuming after step 2" in err
-    (found,) = json.loads((folder / "about.json").read_text())["structure"]
+    about = json.loads((folder / "about.json").read_text())
+    assert len(about["tokenizer"]) == 64  # what its losses are counted over, wherever the tokenizer lies
+    (found,) = about["structure"]
     assert found["right"] and found["rows"] > 20
     line = f"{found['rows']} of {found['rows']} rows of the ledger are in the {found['collectives']} collectives"
     assert f"matched  {line}" in err and line in (folder / "ledger.txt").read_text()

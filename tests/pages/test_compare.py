@@ -77,6 +77,25 @@ def test_losses_over_tokens_of_different_tokenizers_are_not_held_against_each_ot
         assert "loss after" not in said and "bits/byte can be compared, and losses cannot" in said
 
 
+@pytest.mark.parametrize(
+    ("fields", "made", "comparable"),
+    [
+        (("tokenizer: /a/tokenizer", "tokenizer: /b/tokenizer"), ("1f", "1f"), True),  # an imported run and its copy
+        (("tokenizer: /a/tokenizer", "tokenizer: /b/tokenizer"), (None, None), False),
+        (("source: {path: a}", "source: {path: b}"), ("1f", "2e"), False),  # of stores each with a tokenizer of its own
+        (("source: {path: a}", "source: {path: b}"), ("1f", "1f"), True),
+        (("source: {path: a}", "source: {path: b}"), ("1f", None), True),  # an older run does not tell
+    ],
+)
+def test_runs_of_one_tokenizer_are_compared_wherever_it_lies(two, fields, made, comparable):
+    for folder, field, tokenizer in zip(two, fields, made, strict=True):
+        (folder / "run.yaml").write_text(f"name: a\nmodel: {{vocab: 512}}\ndata: {{{field}}}\n")
+        (folder / "about.json").write_text(json.dumps({"tokenizer": tokenizer}))
+    runs = [read_folder(folder) for folder in two]
+    for said in (text(runs), page(runs)):
+        assert ("loss after" in said, "losses cannot" in said) == (comparable, not comparable)
+
+
 def test_differences_name_what_one_run_lacks(two):
     (two[0] / "run.yaml").write_text("name: slow\noptimizer: {learning_rate: 0.2, beta: true}\nbatch_size: 8\n")
     assert differences([read_folder(folder) for folder in two]) == [("optimizer.beta", ["true", "-"])]

@@ -252,6 +252,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     filled = corpus.batches.filled(run.steps)
     found = sections(assembled, memory[0], ledger, corpus.num_tokens, filled)
     found["lengths"] = lengths(assembled, memory)
+    found["tokenizer"] = None if corpus.tokenizer is None else corpus.tokenizer.sha256
     if is_first():
         _write_ledger(folder, ledgers, assembled)
         write_sections(folder, found)

@@ -109,7 +109,7 @@ def text(runs: Sequence[RunFolder]) -> str:
     rows = [(*_ends(curve), sparkline([line.get("loss") for line in curve.lines])) for curve in found]
     lines = [aligned((*_ENDS, "training loss"), rows, right=range(1, 8))]
     differ = differences(runs)
-    reached = _together(found, differ)
+    reached = _together(runs, found, differ)
     if reached:
         lines += ["", reached]
     if not differ:
@@ -134,13 +134,22 @@ def _ends(curve: Curve) -> tuple[str, ...]:
     )
 
 
-# Fields that determine the tokens that a loss is counted over.
-_VOCABULARY = {"model.vocab", "data.tokenizer", "data.source.vocab"}
+# Fields that say which tokens a loss is counted over, where a run's folder does not tell its tokenizer.
+_VOCABULARY = {"data.tokenizer", "data.source.vocab"}
 
 
-def _together(found: Sequence[Curve], differ: Sequence[tuple[str, list[str]]]) -> str:
+def _of_one_vocabulary(runs: Sequence[RunFolder], differ: Sequence[tuple[str, list[str]]]) -> bool:
+    """Whether runs count their losses over the same tokens. One tokenizer may lie at several paths, and stores at
+    several paths may have several."""
+    names = {name for name, _ in differ}
+    told = [run.about.get("tokenizer") for run in runs]
+    made = {each if isinstance(each, str) else None for each in told}
+    return "model.vocab" not in names and (not _VOCABULARY & names if None in made else len(made) == 1)
+
+
+def _together(runs: Sequence[RunFolder], found: Sequence[Curve], differ: Sequence[tuple[str, list[str]]]) -> str:
     """The losses at a point that all runs reached: the last number of tokens that each of them has read."""
-    if _VOCABULARY.intersection(name for name, _ in differ):
+    if not _of_one_vocabulary(runs, differ):
         return "their vocabularies differ: bits/byte can be compared, and losses cannot"
     tokens = min(curve.tokens[-1] for curve in found)
     at = [_at(curve.tokens, [line.get("loss") for line in curve.lines], tokens) for curve in found]
@@ -169,7 +178,8 @@ def page(runs: Sequence[RunFolder]) -> str:
         if differ
         else tag("p", "Their run.yaml files differ only in the name.", class_="note")
     )
-    ends = join(table([_ends(curve) for curve in found], head=_ENDS), tag("p", _together(found, differ), class_="note"))
+    reached = tag("p", _together(runs, found, differ), class_="note")
+    ends = join(table([_ends(curve) for curve in found], head=_ENDS), reached)
     body = join(
         tag("header", tag("h1", " · ".join(curve.name for curve in found))),
         tag("div", section("Where they ended", ends, wide=True), class_="grid2"),
