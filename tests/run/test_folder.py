@@ -239,6 +239,7 @@ def test_a_resumed_run_is_told_what_it_may_change(where, seen, among, tmp_path):
         ("precision.amax_history", "use --precision.amax_history 0"),
         ("precision.products", "use fp8, or fewer devices along model"),
         ("lengths", "give this length a batch_size of 3 or 6"),
+        ("layout.compute.kv_heads", "use --layout.compute.kv_heads model, with --model.kv_heads 2"),
     ],
 )
 def test_what_only_some_meshes_can_have_is_mended_by_the_mesh_where_a_run_goes_on(where, fix, tmp_path):
@@ -249,7 +250,12 @@ def test_what_only_some_meshes_can_have_is_mended_by_the_mesh_where_a_run_goes_o
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError) as error, unchanged_if_refused(tmp_path):
         raise UserError("Cannot be.", seen=2, where=where, fix=fix)
-    assert error.value.fix == f"use a mesh that can, such as the one before: a resumed run keeps its {where}"
+    kept = "model.kv_heads" if "model.kv_heads" in fix else where
+    assert error.value.fix == f"use a mesh that can, such as the one before: a resumed run keeps its {kept}"
+    free = UserError("Cannot be.", seen=2, where="layout.context", fix="use --layout.context ring")
+    with pytest.raises(UserError) as error, unchanged_if_refused(tmp_path):
+        raise free
+    assert error.value is free
 
 
 @pytest.mark.parametrize("begun", [False, True])

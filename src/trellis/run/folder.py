@@ -220,14 +220,22 @@ def unchanged_if_refused(folder: Path, *, write: bool = True) -> Generator[None]
             raise
         if write and path.read_bytes() != text:
             write_whole(path, text.decode())
-        if isinstance(error, UserError) and error.where.startswith(_HELD):
-            fix = f"use a mesh that can, such as the one before: a resumed run keeps its {error.where}"
+        if isinstance(error, UserError) and (held := _held_by(error)):
+            fix = f"use a mesh that can, such as the one before: a resumed run keeps its {held}"
             raise UserError(error.rule, seen=error.seen, where=error.where, fix=fix) from error
         if isinstance(error, UserError) and _asks_for_another(error):
             several = ", --microbatches" if "microbatches=" in str(error.seen) else ""
             fix = f"use --devices{several} or --mesh sizes that divide it: a resumed run keeps its {error.where}"
             raise UserError(error.rule, seen=error.seen, where=error.where, fix=fix) from error
         raise
+
+
+def _held_by(error: UserError) -> str | None:
+    """The field that a resumed run keeps and that an error about its mesh or layout suggests to change."""
+    if error.where.startswith(_HELD):
+        return error.where
+    named = re.search(r"--(model\.(?!routing\.)[\w.]*\w)", error.fix)
+    return named[1] if named and error.where.lstrip("-").startswith(("layout.", "mesh.")) else None
 
 
 def _asks_for_another(error: UserError) -> bool:
