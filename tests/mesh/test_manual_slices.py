@@ -100,6 +100,22 @@ def test_slices_are_followed_through(kind):
         )
 
 
+@pytest.mark.parametrize("kind", ["a product", "rows", "taken apart and stacked", "tiles"])
+def test_what_is_known_of_one_mesh_axis_is_held_against_texts(kind):
+    """After a product over the slices of `y`, or a lookup among them, `x` still slices what it did."""
+    a, fn = numbers(8, 8), UNARY[kind]
+    jax.eval_shape(program(fn, "a/x b/y", "a/x c/y"), a)
+    with pytest.raises(TypeMismatch) as caught:
+        jax.eval_shape(program(fn, "a/x b/y", "c/y d/x"), a)
+    assert told(caught) == (
+        "a result must match its annotation, got a slice 'c/x d' for f32[c/y d/x], in result of `program`: "
+        "reshard it, or correct the annotation"
+    )
+    turned = program(lambda a: moved("a/y b/x -> a/y b")(fn(a)), "a/x b/y", "a/y b")
+    with pytest.raises(TransitionError, match="got a slice 'a/x b' for 'a/y b/x'"):
+        jax.eval_shape(turned, a)
+
+
 @pytest.mark.parametrize("axes", [None, {"x", "y"}])
 def test_the_left_side_of_a_text_is_what_an_operation_made(axes):
     a = numbers(8, 4)

@@ -7,6 +7,7 @@ operation. What a collective of JAX's own does to slices is not known, and is no
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -57,12 +58,15 @@ def sliced_as(shape: Shape, dims: Dims) -> Shape:
 
 
 def otherwise(known: Dims, said: Dims) -> bool:
-    """Whether a text slices dimensions over the mesh axes that do slice them, but differently.
+    """Whether a text has mesh axes slice other dimensions than they are known to slice, or in another order.
 
-    JAX's types refuse other mesh axes. And what is known of only some of them may be known of another value.
+    JAX's types refuse other mesh axes. Nothing may be known of some of them, as after a product over a slice, and one
+    that slices two dimensions, as of a block of products, is in either of them.
     """
-    axes = [sorted(bare_axis(a) for axes in dims for a in axes) for dims in (known, said)]
-    return len(known) == len(said) and known != said and axes[0] == axes[1]
+    counts = [Counter(bare_axis(a) for axes in dims for a in axes) for dims in (known, said)]
+    alike = {axis for axis, count in counts[0].items() if counts[1][axis] == count}
+    mine, its = (tuple(tuple(a for a in axes if bare_axis(a) in alike) for axes in dims) for dims in (known, said))
+    return len(known) == len(said) and mine != its
 
 
 def joined_in(shape: Shape, dims: Dims) -> str:
