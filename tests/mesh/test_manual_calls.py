@@ -5,6 +5,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.mesh.told import told
@@ -52,6 +53,19 @@ def test_an_array_where_the_annotation_has_a_container(kind):
         f"a manual function's arrays must be annotated, got f32[8/d] where {kind!r} has no array, in argument `x` of "
         "`program`: annotate that field, or pass what the annotation says"
     )
+
+
+def test_numbers_of_numpy_are_taken_as_jax_takes_them():
+    """NumPy's have 64 bits if nothing else is said; JAX's have 32, also in a call under `jit`."""
+
+    def program(x: f32["batch/d"], ids: i32["batch/d"], scale: f32[""]) -> tuple[f32["batch/d"], f32["three"]]:
+        return x * scale + ids.astype(x.dtype), np.ones(3)
+
+    args = np.ones(8), np.arange(8), np.float64(2)
+    for call in (shard_map(program), jax.jit(shard_map(program))):
+        made, ones = call(*args)
+        np.testing.assert_array_equal(made, np.arange(8) + 2)
+        assert (made.dtype, ones.dtype) == (np.float32, np.float32)
 
 
 class Sums(typing.NamedTuple):

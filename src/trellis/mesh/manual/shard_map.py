@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import eval_jaxpr
 from jax.sharding import AxisType, PartitionSpec
 
@@ -473,7 +474,9 @@ class _Call:
 
 
 def _number(leaf: Leaf) -> Leaf:
-    """A leaf with the Python number in place of a scalar made an array."""
+    """A leaf with the Python number in place of a scalar made an array, and NumPy's numbers in JAX's bits."""
+    if leaf.kind is not None and isinstance(leaf.value, np.ndarray | np.generic) and leaf.value.dtype.kind in "iufc":
+        return dataclasses.replace(leaf, value=leaf.value.astype(jax.dtypes.canonicalize_dtype(leaf.value.dtype)))
     if leaf.kind is None or leaf.kind.shape.dims or not isinstance(leaf.value, bool | int | float):
         return leaf
     dtype = None if leaf.kind.dtype == "shaped" else DType(leaf.kind.dtype).jax
