@@ -149,3 +149,18 @@ def test_second_and_forward_derivatives_of_a_narrow_table():
                lambda f, t: jax.grad(lambda t: jax.grad(f)(t).astype(jnp.float32).sum().array)(t).array):  # fmt: skip
         got, right = fn(loss, table), fn(wide, table.astype(jnp.float32))
         np.testing.assert_allclose(np.asarray(got, np.float32), right, rtol=1e-2)
+
+
+def test_all_combinations_are_made_as_the_refusals_say():
+    x, ones = tr.named(jnp.arange(12.0).reshape(3, 4), "a b"), tr.ones({"k": 2})
+    ids, others = tr.named(jnp.int32([2, 0]), "k"), tr.named(jnp.int32([1, 3, 1]), "l")
+    got = r"got i32\[k=2\] and i32\[l=3\] in indexing: rename one of them, or for all combinations "
+    with pytest.raises(tr.NamesError, match=got + r'look up one after the other, x\["a", ids\]\["b", others\]'):
+        x["a", ids, "b", others]
+    np.testing.assert_array_equal(x["a", ids]["b", others], np.asarray(x)[np.ix_([2, 0], [1, 3, 1])])
+    with pytest.raises(tr.NamesError, match="rename one of them, or for all combinations broadcast one to all names"):
+        x.at["a", ids, "b", others].add(1.0)
+    both = ids.broadcast_to({"k": 2, "l": 3})
+    assert np.asarray(x.at["a", both, "b", others].add(1.0) - x).sum() == 6
+    with pytest.raises(tr.NamesError, match="rename one of them, or broadcast one of them to all names"):
+        tr.stack([ones, others], "s")

@@ -53,7 +53,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     """
     looked_up, ids = tuple(positions), list(positions.values())
     check_sizes(ids, what)
-    check_contained(ids, union(ids), what)
+    check_contained(ids, union(ids), what, 'for all combinations look up one after the other, x["a", ids]["b", others]')
     plan = _Plan(x.names, looked_up, union(ids))
     check_sizes([_renamed(x, plan), *ids], what)
     x, *ids = on_one_mesh([x, *ids], what)

@@ -304,8 +304,11 @@ def union(operands: list[NamedArray]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_contained(operands: list[NamedArray], names: tuple[str, ...], what: str) -> None:
+def check_contained(operands: list[NamedArray], names: tuple[str, ...], what: str, combined: str = "") -> None:
     """Checks that operands broadcast: one's names contain the others'.
+
+    Args:
+        combined: what to do for all combinations, if not `outer`.
 
     Raises:
         NamesError: no operand has all the names, so that the result would be an outer product nobody asked for.
@@ -313,7 +316,7 @@ def check_contained(operands: list[NamedArray], names: tuple[str, ...], what: st
     if not any(len(x.names) == len(names) for x in operands):
         raise NamesError(
             f"an operation can broadcast only if one operand's names contain the other's, got {types_of(operands)} in "
-            f"{what}: rename one of them, or ask for all combinations with outer({what}, ...)"
+            f"{what}: rename one of them, or {combined or f'ask for all combinations with outer({what}, ...)'}"
         )
 
 

@@ -76,7 +76,7 @@ def _joined(name: str, arrays: list[NamedArray], what: str, sizes_differ: bool):
     renamed = [rename(x, {name: f"{name}_{i}"}) if sizes_differ else x for i, x in enumerate(arrays)]
     check_sizes(renamed, what)
     names = union(arrays)
-    check_contained(arrays, names, what)
+    check_contained(arrays, names, what, "broadcast one of them to all names")
     if len({x.dtype for x in arrays}) > 1:
         raise TypeMismatch(
             f"arrays that are joined must have the same dtype, got {types_of(arrays)}, in {what}: cast with .astype"

@@ -138,7 +138,7 @@ class _Update:
         self.id_names = union(ids) if ids else ()
         if ids:
             check_sizes(ids, what)
-            check_contained(ids, self.id_names, what)
+            check_contained(ids, self.id_names, what, "for all combinations broadcast one to all names")
         rest = [n for n in x.names if n not in arrays and n not in numbers]
         self.aligned = [n for n in rest if n in self.id_names and n not in slices]
         self.own = [n for n in self.id_names if n not in self.aligned]
