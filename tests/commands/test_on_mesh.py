@@ -63,7 +63,7 @@ REFUSED = {
         "use --layout.compute.head_dim '', and slice heads instead",
     ),
     "key heads": (
-        {"mesh.data": 2, "mesh.model": 2, "layout.compute.heads": ""},
+        {"mesh.data": 2, "mesh.model": 2, "layout.preset": "fsdp_tensor", "layout.compute.heads": ""},
         "Key heads must be sliced like query heads, or less if each device's query heads read whole key heads.",
         "heads=4 over nothing, kv_heads=2 over model=2",
         "layout.compute.kv_heads",

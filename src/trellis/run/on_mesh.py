@@ -152,7 +152,8 @@ def _check_attention(run: Run, layout: Layout) -> None:
             where=f"layout.{exchanged[-1]}",
             fix=f"use --layout.{exchanged[-1]} ring or gather, or sizes of these mesh axes that divide the heads",
         )
-    if run.model.kv_heads % ways((*kv_heads, *exchanged)) == 0:
+    kv_heads = tuple(axis for axis in kv_heads if axis not in pos)
+    if kv_heads == heads and run.model.kv_heads % ways((*kv_heads, *exchanged)) == 0:
         kv_heads += exchanged
     heads += exchanged
     each, shared = run.model.heads // ways(heads), run.model.heads // run.model.kv_heads

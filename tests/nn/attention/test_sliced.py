@@ -33,6 +33,9 @@ KINDS = {
     "gather": ({"a": 4}, {"pos": "a"}, {}),
     "exchange": ({"a": 2}, {"pos": "a"}, {"a": "exchange"}),
     "exchange, few key heads": ({"a": 4}, {"pos": "a"}, {"a": "exchange"}),
+    "exchange, key heads whole": ({"a": 2, "model": 2}, {"heads": "model", "pos": "a"}, {"a": "exchange"}),
+    "exchange, key heads by name": ({"a": 2}, {"pos": "a", "heads": "a", "kv_heads": "a"}, {"a": "exchange"}),
+    "ring, key heads by name": ({"a": 2}, {"pos": "a", "heads": "a", "kv_heads": "a"}, {"a": "ring"}),
     "ring, gather": ({"b": 2, "a": 4}, {"pos": ("a", "b")}, {"a": "ring"}),  # not in the mesh's order
     "ring, gather of more": ({"a": 2, "b": 4}, {"pos": ("a", "b")}, {"a": "ring", "b": "gather"}),
     "ring, exchange": ({"a": 4, "b": 2}, {"pos": ("a", "b")}, {"a": "ring", "b": "exchange"}),

@@ -246,7 +246,8 @@ class _Places:
     def of(layout: Layout | None, q: NamedArray, k: NamedArray, window: int | None) -> "_Places | None":
         if layout is None or state_of(q.array).mode != "explicit":
             return None
-        (batch, pos, heads, head_dim), kv_heads = layout.assign(QUERY), layout.assign(KEY)[2]
+        (batch, pos, heads, head_dim), of_keys = layout.assign(QUERY), layout.assign(KEY)[2]
+        kv_heads = tuple(axis for axis in of_keys if axis not in pos)  # which also slice the positions of keys
         kinds = dict(layout.context)
         by_kind = {kind: tuple(a for a in pos if kinds.get(a, "gather") == kind) for kind in KINDS}
         if tuple(a for axes in by_kind.values() for a in axes) != pos:
@@ -260,8 +261,9 @@ class _Places:
         key_pos = by_kind["ring"] + (by_kind["gather"] if near else ())  # neighbours see all that a window shows
         exchanged = by_kind["exchange"]
         count = math.prod(layout.mesh.shape[a] for a in (*kv_heads, *exchanged))
-        # If there are too few key heads to slice, all of their positions are gathered instead.
-        kv_heads += exchanged if k.shape["kv_heads"] % count == 0 else ()
+        # Key heads that are too few to slice, or that are whole beside slices of query heads: all of their positions
+        # are gathered instead.
+        kv_heads += exchanged if kv_heads == heads and k.shape["kv_heads"] % count == 0 else ()
         rest = tuple(a for a in pos if a not in exchanged)
         first = batch, rest, kv_heads, head_dim
         queries = batch, rest, (*heads, *exchanged), head_dim
