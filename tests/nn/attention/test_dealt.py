@@ -12,6 +12,7 @@ OF_KEYS = "batch pos kv_heads head_dim"
 NAMES = ("batch pos heads head_dim", OF_KEYS, OF_KEYS, "batch pos")
 DEALT = {
     "by heads": ({"heads": "a/b", "kv_heads": "a/b", "pos": "a/b"}, ("a", "b")),
+    "by heads, beside whole key heads": ({"heads": "a/b", "pos": "a/b"}, ("a", "b")),
     "by batch": ({"batch": "a", "pos": "a"}, ("a",)),
     "whole": ({}, ("a",)),
     "an axis of one": ({"pos": "a"}, ("c", "a")),

@@ -85,6 +85,11 @@ def _attended(q, k, v, segment_ids, sinks, *, window: int | None, **options) -> 
     ordered = options.get("causal", True) or window is not None
     k, v = _own_heads(q, k, v, segment_ids, sinks, ordered=ordered)
     places = _Places.of(current_layout(), q, k, window)
+    slices = _dealt_otherwise(q, k, places) if ordered else 0
+    if slices and places is not None:  # JAX reverses nothing that is marked as copies, as whole key heads will be
+        ways = places.queries, places.keys, places.keys
+        q, k, v = (move(x, axes, frozenset()) for x, axes in zip((q, k, v), ways, strict=True))
+        q, k, v = (x.with_array(undeal(x.array, slices)) for x in (q, k, v))
     q, k, v = _in_place(q, k, v, places)
     plain = None
     if segment_ids is not None:
@@ -98,12 +103,8 @@ def _attended(q, k, v, segment_ids, sinks, *, window: int | None, **options) -> 
         of_queries, of_keys = (state_of(x.array).axes[:2] for x in (q, k))
         plain = tuple(move(ids, axes, frozenset()).array for axes in (of_queries, of_keys))
     own = None if sinks is None else _own_sinks(sinks, places, state_of(sinks.array).copied).array
-    slices = _dealt_otherwise(q, k, places) if ordered else 0
-    arrays = q.array, k.array, v.array
-    if slices:
-        arrays = tuple(undeal(x, slices) for x in arrays)
-        plain = plain and tuple(undeal(x, slices) for x in plain)
-    made = dot_product_attention(*arrays, segment_ids=plain, sinks=own, window=window, **options)
+    plain = plain and tuple(undeal(x, slices) for x in plain) if slices else plain
+    made = dot_product_attention(q.array, k.array, v.array, segment_ids=plain, sinks=own, window=window, **options)
     out = NamedArray(deal(made, slices) if slices else made, (*QUERY[:3], _width(v)), q.slices)
     return out if places is None else move(out, places.around, frozenset())
 
