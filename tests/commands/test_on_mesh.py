@@ -54,6 +54,14 @@ REFUSED = {
         "layout.compute.layers",
         "use --layout.compute.layers stage",
     ),
+    "a width of other fields": (
+        {"model": dataclasses.replace(CONFIGS["gpt2"], vocab=260), "mesh.data": 3, "batch_size": 12,
+         "layout.params.embed": "", "layout.params.head_dim": "data"},
+        "Mesh axes must divide the axis that they slice.",
+        "head_dim=8 over data=3",
+        "`layers.block.attention.qkv`",
+        "use --mesh sizes or a number of devices that divide it",
+    ),
     "slices of heads": (
         {"mesh.data": 2, "mesh.model": 2, "layout.compute.heads": "", "layout.compute.kv_heads": "",
          "layout.compute.head_dim": "model"},
@@ -110,14 +118,21 @@ REFUSED = {
         "Rings in a pipeline need the same number of layers on every stage and in every group.",
         "stages and groups that do not divide the layers, with layout.context",
         "layout.context",
-        "use --layout.context exchange or gather without --layout.overlap, or stages that divide the layers",
+        "use --layout.context exchange or gather, or stages that divide the layers",
+    ),
+    "uneven layers in overlapped products": (
+        {"model.layers": 3, "mesh.stage": 2, "mesh.model": 2, "layout.overlap": "mlp"},
+        "Rings in a pipeline need the same number of layers on every stage and in every group.",
+        "stages and groups that do not divide the layers, with layout.overlap",
+        "layout.overlap",
+        "use --layout.overlap '', or stages that divide the layers",
     ),
     "uneven layers that gather under a window": (
         {"model": _windows(), "mesh.stage": 2, "mesh.context": 2, "layout.context": "gather"},
         "Rings in a pipeline need the same number of layers on every stage and in every group.",
         "stages and groups that do not divide the layers, with layout.context under a window of 6",
         "layout.context",
-        "use --layout.context exchange without --layout.overlap, or stages that divide the layers",
+        "use --layout.context exchange, or stages that divide the layers",
     ),
     "layers before the stages in a ring": (
         {"model": CONFIGS["deepseek_v3"], "mesh.stage": 2, "mesh.data": 2, "mesh.context": 2},

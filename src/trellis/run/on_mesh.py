@@ -1,5 +1,6 @@
 """Checks of a run on its mesh, before anything is traced: what is sliced, and what the slices have to do."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -35,7 +36,7 @@ def check_on_mesh(run: Run, layout: Layout, model: LanguageModel) -> None:
     """
     declared = [p for p in parameters(model) if is_named(p.leaf)]
     _check_batch(run, layout)
-    _check_widths(layout, declared)
+    _check_widths(run, layout, declared)
     _check_attention(run, layout)
     if isinstance(routing := getattr(run.model, "routing", None), Routing):
         check_way(routing.way, places_of(layout), platform_of_devices(layout.mesh))
@@ -88,28 +89,35 @@ def _check_dealt(layout: Layout, declared: Sequence[Parameter]) -> None:
             )
 
 
-def _check_widths(layout: Layout, declared: Sequence[Parameter]) -> None:
+def _check_widths(run: Run, layout: Layout, declared: Sequence[Parameter]) -> None:
     """Refuses mesh axes that do not divide what they slice of a parameter. A vocabulary is padded so that they do, and
     stages may have fewer layers than others."""
+    fields = {field.name: getattr(run.model, field.name) for field in dataclasses.fields(run.model)}
     for parameter in declared:
         for which in ("params", "compute"):
             slices = zip(parameter.leaf.shape.items(), layout.assign(parameter.names, which), strict=True)
             for (name, length), axes in slices:
                 if name != "vocab" and (name, which) != ("layers", "compute"):
                     parts = {axis: layout.mesh.shape[axis] for axis in axes}
-                    _check_divides("Mesh axes must divide the axis that they slice.", f"model.{name}", length, parts)
+                    rule = "Mesh axes must divide the axis that they slice."
+                    if fields.get(name) == length:
+                        _check_divides(rule, f"model.{name}", length, parts)
+                    else:  # such as heads as wide as other fields say, and blocks of several layers
+                        _check_divides(rule, name, length, parts, where=f"`{parameter.path}`")
 
 
-def _check_divides(rule: str, field: str, size: int, parts: Mapping[str, int]) -> None:
+def _check_divides(rule: str, field: str, size: int, parts: Mapping[str, int], where: str | None = None) -> None:
+    """Refuses a size that its parts do not divide: of a field, or of an axis that no field sets, `where` that is."""
     count = math.prod(parts.values())
     if size % count:
         total = f" = {count}" if len(parts) > 1 else ""
         near = [n for n in (size // count * count, -(-size // count) * count) if n]
+        sizes = f"--{field} {' or '.join(map(str, near))}, or " if where is None else ""
         raise UserError(
             rule,
             seen=f"{field}={size} over {' x '.join(f'{name}={n}' for name, n in parts.items())}{total}",
-            where=field,
-            fix=f"use --{field} {' or '.join(map(str, near))}, or --mesh sizes or a number of devices that divide it",
+            where=where or field,
+            fix=f"use {sizes}--mesh sizes or a number of devices that divide it",
         )
 
 
@@ -222,20 +230,22 @@ def _check_permutes(run: Run, layout: Layout, declared: Sequence[Parameter]) -> 
     permutes = [*rings, *(["layout.overlap"] if layout.overlap else [])]
     first = [p.path for p in declared if "heads" in p.names and not p.is_stacked]
     others = "exchange" if near else "exchange or gather"
+    kind = " ".join(f"--{ring} {others if len(rings) == 1 else 'exchange'}" for ring in rings)
     if permutes and layout.uneven:
+        fix = kind + (" without --layout.overlap" if layout.overlap else "") if rings else "--layout.overlap ''"
         raise UserError(
             "Rings in a pipeline need the same number of layers on every stage and in every group.",
             seen=f"stages and groups that do not divide the layers, with {' and '.join(permutes)}"
             + (f" under a window of {window}" if near and rings else ""),
             where=permutes[0],
-            fix=f"use --layout.context {others} without --layout.overlap, or stages that divide the layers",
+            fix=f"use {fix}, or stages that divide the layers",
         )
     if rings and first:
         raise UserError(
             "Layers before the pipeline run on its first stage only, and cannot use a ring.",
             seen=f"`{first[0]}`, with {' and '.join(rings)} a ring",
             where=rings[0],
-            fix=f"use --layout.context {others}, or --mesh.stage 1",
+            fix=f"use {kind}, or --mesh.stage 1",
         )
 
 
