@@ -337,6 +337,7 @@ def test_permutes_go_along_axes():
     assert axes_of_pairs([(0, 1), (3, 2)], mesh) == ()
     assert axes_of_pairs([(0, 1), (1, 0), (2, 3), (3, 0)], mesh) == ()
     assert axes_of_pairs([(0, 2), (1, 3)], mesh) == ("data",)
+    assert axes_of_pairs([(n, n) for n in range(4)], mesh, some=True) == ()
     assert axes_of_pairs([(0, 0), (1, 1), (2, 3), (3, 2)], mesh) == ("data", "model")
 
 

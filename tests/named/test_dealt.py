@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import trellis as tr
-from trellis.mesh.dealing import undeal
+from trellis.inspect import collectives
+from trellis.mesh.dealing import deal_slices, undeal
 from trellis.mesh.reshard import ReshardError
 from trellis.named.axis import NamesError
 from trellis.named.dealing import deal
@@ -168,3 +169,14 @@ def test_numbers_of_positions_are_made_where_they_are(layout):
         made = tr.named_jit(lambda: (tr.arange(POS), tr.linspace(POS), tr.named(np.arange(16), "pos") + 1))
         assert not tr.ledger(made).rows
         assert tr.typeof(made()[0]) == "i32[pos/c=16]"
+
+
+def test_pieces_that_every_device_keeps_are_not_sent():
+    """Of two devices each keeps the first half of what it has, and sends the second."""
+    mesh = tr.make_mesh(jax.devices()[:4], b=2, a=2)
+    x = jax.device_put(np.arange(8), jax.NamedSharding(mesh, jax.P("a")))
+    deals = lambda x: jax.shard_map(lambda x: deal_slices(x, ("a",), 0), out_specs=jax.P("a"))(x)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(deals).lower(x).compile()
+    assert [(row.kind, row.axes) for row in collectives(compiled, mesh)] == [("permute", ("a",))]
+    assert compiled(x).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]

@@ -30,7 +30,7 @@ def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int], *, 
         some: whether it may be of some devices only, which another axis tells from those that it leaves out.
 
     Returns:
-        The axes; none where it does not move along any axes alike.
+        The axes; none where it does not move along any axes alike, or where all devices keep what they have.
 
     >>> axes_of_pairs([(0, 2), (2, 0), (1, 3), (3, 1)], {"data": 2, "model": 2})
     ('data',)
@@ -42,6 +42,8 @@ def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int], *, 
     ('data', 'model')
     """
     axes = axes_met(pairs, mesh)
+    if not axes:
+        return ()
     if found := _if_along(axes, pairs, mesh):
         return found
     # If one moves along an axis on some devices and not on others, it is also along the axis that tells them apart.
