@@ -6,13 +6,15 @@ import jax
 import numpy as np
 import pytest
 
+from tests.models.small import CONFIGS
 from trellis.named.pipeline.by_vmap import microbatches_of
 from trellis.proof import one_device
 from trellis.proof.one_device import on_one_device
 from trellis.proof.shrinking import shrunk
 from trellis.recipes import load_run
 from trellis.run.layouts import make_layout
-from trellis.train.assemble import assemble
+from trellis.run.on_mesh import check_on_mesh
+from trellis.train.assemble import assemble, model_axes, model_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,30 @@ def test_stages_divide_the_parts_of_a_shrunk_batch_if_they_have_several_groups()
     run = load_run("llama_84m", {**mesh, "layout.pipeline_groups": "2"})
     layout = make_layout(run.mesh, run.layout, jax.devices())
     assert microbatches_of(layout, "stage", shrunk(run, layout).run.batch_size) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh.context": 8, "layout.context": "exchange", "model.heads": 8, "model.kv_heads": 8},
+        {"mesh.model": 4, "mesh.context": 2, "layout.context": "exchange", "model.heads": 8, "model.kv_heads": 2},
+        {"mesh.model": 4, "mesh.context": 2, "layout.context": "ring", "model.heads": 8, "model.kv_heads": 2},
+    ],
+    ids=["exchanged for heads", "exchanged for heads beside whole key heads", "a ring"],
+)
+def test_shrunk_runs_have_as_many_heads_as_their_layout_needs(options):
+    run = load_run("tiny", {"mesh.data": "1"} | {name: str(value) for name, value in options.items()})
+    layout = make_layout(run.mesh, run.layout, jax.devices(), model_axes(run.model))
+    small = shrunk(run, layout).run
+    check_on_mesh(small, layout, model_types(small.model))
+
+
+def test_a_shrunk_model_is_no_wider_than_the_run_asks_for():
+    """Its heads are as many as there are in the width that is left to it."""
+    model, options = CONFIGS["gptj"], {"mesh.data": "1", "mesh.model": "2", "data.sequence_length": "32"}
+    run = dataclasses.replace(load_run("tiny", options), model=model, batch_size=2)
+    small = shrunk(run, make_layout(run.mesh, run.layout, jax.devices()[:2])).run.model
+    assert (small.embed, small.heads) == (model.embed, model.heads)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from trellis.models.protocol import stacked
 from trellis.named.pipeline.by_vmap import microbatches_of
 from trellis.nn.loss.token_chunks import accelerator_chunk
 from trellis.nn.loss.vocab_chunks import cut
+from trellis.nn.rope import QUERY
 from trellis.run.config import Run
 from trellis.train.assemble import vocab_multiple
 
@@ -92,7 +93,13 @@ class Ways:
     @property
     def context(self) -> int:
         """Parts of the positions that attention sees."""
-        return self._size(self._layout.assign(("batch", "pos", "heads", "head_dim"))[1])
+        return self._size(self._layout.assign(QUERY)[1])
+
+    @property
+    def exchanged(self) -> int:
+        """Parts of the positions that become parts of the heads in attention."""
+        kinds = dict(self._layout.context)
+        return self._size(tuple(axis for axis in self._layout.assign(QUERY)[1] if kinds.get(axis) == "exchange"))
 
     def microbatches(self, rows: int) -> int:
         """Parts in which sequences follow each other through stages, if each device has so many."""
@@ -145,7 +152,9 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
         sizes |= {name: min(getattr(model, name), MLP) for name in ("dense_mlp", "shared_mlp")}
     else:
         each = min(model.embed // model.heads, HEAD_DIM)
-        embed = multiple(embed, math.lcm(each * ways("heads"), wide))
+        embed = multiple(embed, math.lcm(each * ways("heads") * ways.exchanged, wide))
+        if embed > model.embed:
+            embed, each = model.embed, model.embed // model.heads
         sizes["heads"] = embed // each
         if has("rotary_dim"):
             sizes["rotary_dim"] = min(model.rotary_dim, each)
@@ -181,12 +190,19 @@ def _experts(model: Any, ways: Ways) -> dict[str, Any]:
 
 
 def _heads(model: Any, ways: Ways) -> tuple[int, int]:
-    """Heads and key heads: two key heads a device if there are so many, each shared if the run's are."""
-    keys = model.kv_heads
-    groups = model.heads // keys
-    small_keys = _kept(keys, ways("kv_heads"), 2)
-    small = next(n for n in range(min(groups, 2), groups + 1) if small_keys * n % ways("heads") == 0 or n == groups)
-    return small_keys * small, small_keys
+    """Heads and key heads: two key heads a device if there are so many, each shared if the run's are, and exchanged for
+    positions if they are; the run's own if there are no fewer that every device could have alike."""
+    groups, parts, of_keys = model.heads // model.kv_heads, ways("heads") * ways.exchanged, ways("kv_heads")
+    exchanged = lambda keys: keys % (of_keys * ways.exchanged) == 0
+
+    def alike(keys: int, shared: int) -> bool:
+        each, rest = divmod(keys * shared, parts)
+        return not rest and exchanged(keys) == exchanged(model.kv_heads) and (each % shared == 0 or shared % each == 0)
+
+    small = range(_kept(model.kv_heads, of_keys, 2), model.kv_heads + 1, of_keys)
+    found = ((keys, shared) for keys in small for shared in range(min(groups, 2), groups + 1) if alike(keys, shared))
+    keys, shared = next(found, (model.kv_heads, groups))
+    return keys * shared, keys
 
 
 def _vocab(vocab: int, ways: Ways) -> int:
