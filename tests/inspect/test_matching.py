@@ -74,3 +74,13 @@ def test_a_sum_of_what_no_turn_of_a_loop_changes_may_be_done_once():
     assert not structure_of(
         dataclasses.replace(rows, rows=tuple(dataclasses.replace(row, same=1) for row in rows.rows)), compiled, mesh
     ).right
+
+
+def test_numbers_of_four_bits_may_move_as_bytes():
+    """Compilers for GPUs gather two of them as one number of a byte, those for CPUs as a wider one each."""
+    four = dataclasses.replace(ROWS[1], dtype="f4_e2m1fn", payload=128, wire=64)
+    for made in ("u8[8,16]", "f16[16,16]", "f4e2m1fn[16,16]"):
+        gather = f"  %more = {made} all-gather(%all-reduce.1), replica_groups={{{{0,2}},{{1,3}}}}, dimensions={{0}}\n"
+        text = PROGRAM.replace("  ROOT", f"{gather}  ROOT")
+        assert found(text, (*ROWS, four)).right and found(text).besides and not found(text, (*ROWS, four)).besides
+        assert not found(text, (*ROWS, dataclasses.replace(four, payload=256, wire=128))).right

@@ -194,7 +194,7 @@ class Stock:
                 same line, after all that are done as asked, or after all that are done in other ways.
             added: whether one of several sums whose results are added is looked for, and not each.
         """
-        every = [Match(row, _key(row, sizes), Counter(), row.times) for row in rows]
+        every = [Match(row, self.asked(row, sizes), Counter(), row.times) for row in rows]
         sums = _added(every)
         also = {id(match) for group in sums for match in group[1:]} if added else set()
         matches = [match for match in every if id(match) not in also]
@@ -230,6 +230,14 @@ class Stock:
                 match.done("one for all turns of a loop", match.missing)
         self.take_together(sums)
         return every
+
+    def asked(self, row: Row, sizes: Mapping[str, int]) -> Key:
+        """What a row asks for, in the form in which it is there: compilers for GPUs move two numbers of four bits as
+        one of a byte, those for CPUs as a wider one each."""
+        key = _key(row, sizes)
+        packed = key._replace(elements=row.payload, whole=True)
+        narrow = row.payload < key.elements
+        return packed if narrow and key not in self.items and packed in self.items else key
 
     def take_as_asked(self, matches: list[Match], chosen: Choice = _any) -> None:
         """Takes what is asked for, from the items that are chosen."""
