@@ -17,11 +17,11 @@ def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> 
         return f"does not fit, by {numbers.size(candidate.peak - target.chip.hbm_bytes)}"
     if winner is None or candidate is winner:
         return "the fastest that fits"
+    if (candidate.verdict is None) != (winner.verdict is None):
+        return f"{candidate.plan.seconds / winner.plan.seconds - 1:+.0%} by types, not asked about"
     slower = candidate.seconds / winner.seconds - 1
     if abs(slower) <= 0.01:
         return f"{slower:+.1%}: as fast, and less simple"
-    if (candidate.verdict is None) != (winner.verdict is None):
-        return f"{slower:+.0%} by types, not asked about"
     mine, its = _causes(candidate), _causes(winner)
     cause, seconds = max(((key, mine[key] - its[key]) for key in mine), key=lambda pair: pair[1])
     return f"{slower:+.0%}: {numbers.seconds(max(seconds, 0.0))} more {cause}"
