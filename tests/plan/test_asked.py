@@ -194,6 +194,15 @@ def test_advice_on_products_and_on_activations_can_be_followed():
     assert found.endswith(": a wider model, or wider heads, or less tensor parallelism (--mesh.model 1)")
 
 
+def test_what_four_bits_take_is_not_said_to_be_too_small():
+    """Blocks of 16 numbers are turned before they are rounded to four bits: no wider model has larger ones."""
+    sizes = {"model.layers": "4", "precision.products": "{mlp: nvfp4, attention: nvfp4}"}
+    plan = quick_plan(load_run("llama_8b", sizes), target("8xB200"))
+    assert "too small to fill" not in "\n".join(advice(plan))
+    eight = (dataclasses.replace(piece, dtype=piece.dtype.replace("float4", "float8")) for piece in plan.work)
+    assert "too small to fill" in "\n".join(advice(dataclasses.replace(plan, work=tuple(eight))))
+
+
 @pytest.mark.parametrize(
     ("sizes", "advised"),
     [

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from trellis.errors import UserError
 from trellis.figures import numbers
 from trellis.inspect.work import ANEW, STACKED, TURNED
+from trellis.named.hadamard import SIDE
 from trellis.nn.moe.dispatch import WORDS
 from trellis.plan.adapt import DATA_AXES
 from trellis.plan.quick import Plan
@@ -151,8 +152,11 @@ def _products(trial: Trial, total: float) -> list[str]:
     plan = trial.plan
     chip, model = plan.target.chip, plan.mesh.get("model", 1)
     slow: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    rotates = any(piece.dtype.startswith("float4") for piece in plan.work)
     for piece in plan.work:
         line = work_line(piece, chip)
+        if rotates and piece.dims[1:] == (SIDE, SIDE):  # blocks of what is rounded to four bits, at any width
+            continue
         if piece.kind in ("product", "grouped") and 0 < line.rate < 0.67 * chip.bf16_flops * chip.matmul_efficiency:
             of = slow[piece.dtype == "float32"]
             of[line.label] = of.get(line.label, 0.0) + line.seconds
