@@ -355,3 +355,15 @@ def test_what_a_search_finds_holds_for_every_length(capsys, later):
         assert pasted.batch_size == fitted.batch_size and pasted.at(10).remat == candidate.run.remat
         assert adapt(pasted, where, ("lengths", "batch_size", *candidate.options))[0] == pasted
         assert all(quick_plan(phase.run, where).fits for phase in pasted.phases())
+
+
+def test_a_search_goes_on_where_the_compiler_refuses_a_setting(monkeypatch):
+    def refuses(run, where, progress):
+        raise RuntimeError("the compiler for v5e:2x2 refused the step: no room in vector memory\nmore lines")
+
+    monkeypatch.setattr("trellis.plan.compile.compile_run", refuses)
+    found = search(small(), target("v5e:2x2"), most=3, compile_best=1)
+    refused = [c for c in found.candidates if c.refused]
+    said = [why_lost(c, found.winner, found.target) for c in refused]
+    assert said == ["the compiler for v5e:2x2 refused the step: no room in vector memory"] * 2
+    assert found.winner is not None and found.winner not in refused

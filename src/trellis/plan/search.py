@@ -441,7 +441,12 @@ def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Cand
     fastest = sorted((c for c in planned if c.plan and c.plan.fits), key=lambda c: c.seconds)
     done, fit = {}, 0
     for candidate in fastest[: 2 * count]:
-        prepared, compiled = compile_run(candidate.run, target, progress=True)
+        try:
+            prepared, compiled = compile_run(candidate.run, target, progress=True)
+        except RuntimeError as error:  # there may be others that it takes
+            why = str(error).splitlines()[0][:200]
+            done[id(candidate)] = dataclasses.replace(candidate, plan=None, refused=why)
+            continue
         done[id(candidate)] = dataclasses.replace(candidate, verdict=judge(candidate.plan, prepared, compiled))
         fit += compiled.fits
         if fit == count:
