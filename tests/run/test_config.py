@@ -48,7 +48,13 @@ def change(**fields):
             lambda: change(clip_norm=0.0),
             ["`clip_norm` must be positive.", "0.0", "clip_norm", "use 1.0, or null for no clipping"],
         ),
-        (lambda: change(ema=1.0), ["`ema` must be between 0 and 1.", "1.0", "ema", "use a decay such as 0.999"]),
+        *(
+            (
+                lambda decay=decay: change(ema=decay),
+                ["`ema` must be between 0 and 1, in float32 too.", str(decay), "ema", "use a decay such as 0.999"],
+            )
+            for decay in (1.0, 0.99999999)  # the latter is 1 in float32: the average would stop
+        ),
         (
             lambda: change(batch_size=(BatchSize(step=1, size=8),)),
             [
@@ -299,7 +305,21 @@ def change(**fields):
         ),
         (
             lambda: Lion(learning_rate=1e-4, beta2=1.0),
-            ["The decay of a moving average must be at least 0 and below 1.", "beta2=1.0", "beta2", "try 0.95"],
+            [
+                "The decay of a moving average must be at least 0 and below 1, in float32 too.",
+                "beta2=1.0",
+                "beta2",
+                "try 0.95",
+            ],
+        ),
+        (
+            lambda: AdamW(learning_rate=1e-4, beta2=0.99999999),  # 1 in float32: nothing would be updated
+            [
+                "The decay of a moving average must be at least 0 and below 1, in float32 too.",
+                "beta2=0.99999999",
+                "beta2",
+                "try 0.95",
+            ],
         ),
         (
             lambda: Muon(learning_rate=1e-4, weight_decay=-1.0),

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+import numpy as np
+
 from trellis.errors import UserError
 
 
@@ -19,7 +21,17 @@ def _check_rates(learning_rate: float, weight_decay: float) -> None:
 
 
 def _check_decay(name: str, value: float) -> None:
-    _check(0 <= value < 1, "The decay of a moving average must be at least 0 and below 1.", name, value, "try 0.95")
+    rule = "The decay of a moving average must be at least 0 and below 1, in float32 too."
+    _check(0 <= value and is_below_one(value), rule, name, value, "try 0.95")
+
+
+def is_below_one(decay: float) -> bool:
+    """Whether a decay is below 1 as devices compute with it: 0.99999999 is 1 in float32, and an average would stop.
+
+    >>> is_below_one(0.9999999), is_below_one(0.99999999)
+    (True, False)
+    """
+    return bool(np.float32(decay) < 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

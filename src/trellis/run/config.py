@@ -10,7 +10,7 @@ from trellis.frozen import FrozenMap
 from trellis.models import ModelConfig
 from trellis.models.protocol import stacked
 from trellis.nn import Precision
-from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule
+from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule, is_below_one
 from trellis.run.cpu import Cpu
 from trellis.run.data import Data, MixtureSource
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
@@ -267,10 +267,9 @@ class Run:
         if self.clip_norm is not None and not self.clip_norm > 0:
             fix = "use 1.0, or null for no clipping"
             raise UserError("`clip_norm` must be positive.", seen=self.clip_norm, where="clip_norm", fix=fix)
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise UserError(
-                "`ema` must be between 0 and 1.", seen=self.ema, where="ema", fix="use a decay such as 0.999"
-            )
+        if self.ema is not None and not (self.ema > 0 and is_below_one(self.ema)):
+            rule = "`ema` must be between 0 and 1, in float32 too."
+            raise UserError(rule, seen=self.ema, where="ema", fix="use a decay such as 0.999")
         self._check_batch()
         self._check_weights()
         self._check_schedule()
