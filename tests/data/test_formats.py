@@ -270,7 +270,7 @@ BAD_LINES = [
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("what", "line", "seen"), BAD_LINES)
 def test_bad_lines_stop_the_run_or_are_counted(tmp_path, what, line, seen, workers):
-    if workers and what not in ("broken JSON", "half a surrogate pair"):
+    if workers and what not in ("broken JSON", "missing field", "half a surrogate pair"):
         workers = 0
     good = [b'{"text": "first"}', b"", b'{"text": "third"}']
     (tmp_path / "in.jsonl").write_bytes(b"\n".join([*good, line, b'{"text": "fifth"}', line]))
@@ -278,7 +278,8 @@ def test_bad_lines_stop_the_run_or_are_counted(tmp_path, what, line, seen, worke
         tokens_of(tmp_path / "in.jsonl", tmp_path / "out", workers=workers)
     assert raised.value.rule == "Every document must be readable." and raised.value.seen == seen
     assert raised.value.where == f"{tmp_path / 'in.jsonl'}, line 4"
-    assert raised.value.fix == "fix the document, or skip such documents with --on-error skip"
+    name_it = "name the field of the text with --field, " if what == "missing field" else ""
+    assert raised.value.fix == f"{name_it}fix the document, or skip such documents with --on-error skip"
     assert not (tmp_path / "out").exists()
     store = tokens_of(tmp_path / "in.jsonl", tmp_path / "out", on_error="skip", workers=workers)
     assert np.array_equal(store.tokens(0, store.num_tokens), stream(["first", "third", "fifth"]))

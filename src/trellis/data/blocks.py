@@ -45,6 +45,10 @@ class Unreadable:
     problem: str
 
 
+class NoField(str):
+    """What is wrong with a record that has no field of the text's name: another name may be right."""
+
+
 @dataclasses.dataclass(slots=True)
 class Encoded:
     """The tokens of a block.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from trellis.cores import usable_cores
-from trellis.data.blocks import Block, Job
+from trellis.data.blocks import Block, Job, NoField
 from trellis.data.order.permutation import mix64
 from trellis.data.storage import open_folder
 from trellis.data.store.store import Store
@@ -199,13 +199,14 @@ def _complain(block, errors, on_error, writer=None):
     if on_error == "fail" or part_of_text:
         if writer is not None:
             writer.commit()
+        name_it = "name the field of the text with --field, " if isinstance(problem, NoField) else ""
         raise UserError(
             "Every document must be readable.",
             seen=problem,
             where=f"{block.name}, {unit} {number}",
             fix="fix or remove the file"
             if part_of_text
-            else "fix the document, or skip such documents with --on-error skip",
+            else f"{name_it}fix the document, or skip such documents with --on-error skip",
         )
     for number, problem in errors if writer is not None else ():
         writer.skip(f"{block.name}, {unit} {number}: {problem}")

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from trellis.data.blocks import Block, Encoded, Job, Unreadable
+from trellis.data.blocks import Block, Encoded, Job, NoField, Unreadable
 from trellis.data.tokenizer import Tokenizer
 from trellis.data.tokenizing.chat import check_messages, encode_messages
 from trellis.errors import UserError
@@ -135,7 +135,8 @@ class Encoder:
                 if not isinstance(value, dict):
                     return None, f"not an object: {str(value)[:40]!r}"
                 if key not in value:
-                    return None, f"no field {self._job.field!r} among {', '.join(map(repr, list(value)[:8]))}"
+                    names = ", ".join(map(repr, list(value)[:8]))
+                    return None, NoField(f"no field {self._job.field!r} among {names}")
                 value, holder = value[key], value
         if self._job.chat:
             return value, check_messages(value, holder)
