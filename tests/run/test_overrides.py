@@ -106,6 +106,14 @@ def test_a_file_replaces_parts_and_options_replace_both():
             ["`Run` has no field of this name.", "`step`", "--step", "did you mean `--steps`?"],
         ),
         (
+            {"modle.embed": "1"},
+            ["`Run` has no field of this name.", "`modle`", "--modle.embed", "did you mean `--model.embed`?"],
+        ),
+        (
+            {"network.embed": "1"},
+            ["`Run` has no field of this name.", "`network`", "--network.embed", "did you mean `--model.embed`?"],
+        ),
+        (
             {"logging.trackers": "wandb,tensorboard,wandb"},
             [
                 "`logging.trackers` must have each of its words once.",

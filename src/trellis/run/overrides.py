@@ -1,6 +1,7 @@
 """From a recipe, a YAML file and a command line to one resolved configuration."""
 
 import dataclasses
+import difflib
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -163,10 +164,13 @@ def _unknown(option: str, head: str, cls: type, tagged: Mapping[str, type], root
     parent = option[: option.index(f".{head}")] if f".{head}" in option else ""
     if of := [tag for tag, variant in tagged.items() if head in fields_of(variant)]:
         fix = f"it is a field if --{parent}.{tag_field(tagged)} is {' or '.join(of)}: set that too"
-    elif (name := ours(option)) in {name for name, _ in every_field(root)}:
+    elif (name := ours(option)) in (names := {name for name, _ in every_field(root)}):
         fix = f"here it is called --{name}"
+    elif not option.endswith(head) and (near := difflib.get_close_matches(option, sorted(names), n=1, cutoff=0.8)):
+        fix = f"did you mean `--{near[0]}`?"  # what is written wrong is the group
     else:
-        elsewhere = {name for name, _ in every_field(root) if name.endswith(f".{option}")}
+        last = option.rpartition(".")[2] if not option.endswith(head) else option
+        elsewhere = {name for name in names if name.endswith(f".{last}")}
         known = elsewhere or {f"{parent}.{name}".lstrip(".") for name in fields_of(cls)}
         fix = did_you_mean(option, known, shown="--{}")
     rule = f"`{parent or cls.__name__}` has no field of this name."
