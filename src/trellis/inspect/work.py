@@ -76,6 +76,7 @@ class Piece:
         source: `file.py:line (function)`.
         what: shapes on one device, for people.
         dims: for a product: (rows, contracted, columns) on one device; for attention: (0, keys that a query sees, 0).
+        last: for a product: the last of several dimensions that each of these is made of; 0 where it is one.
         dtype: of the operands.
         label: what a person would call it, see `Operation.label`.
         number: its place in the program.
@@ -96,6 +97,7 @@ class Piece:
     source: str
     what: str
     dims: tuple[int, int, int] = (0, 0, 0)
+    last: tuple[int, int, int] = (0, 0, 0)
     dtype: str = "bfloat16"
     label: str = ""
     number: int = 0
@@ -195,13 +197,15 @@ def _crossings(operation: Operation) -> Iterator[Piece]:
 
 def _product(operation: Operation, load: float) -> Piece:
     left, right, out = *operation.operands[:2], operation.results[0]
-    (a, b), share = operation.taken or (left.local_shape, right.local_shape), 1.0
+    (a, b), share, last = operation.taken or (left.local_shape, right.local_shape), 1.0, (0, 0, 0)
     if operation.name == "dot_general":
         (contract_a, contract_b), (batch_a, batch_b) = operation.params["dimension_numbers"]
         batch = math.prod(min(a[i], b[j]) for i, j in zip(batch_a, batch_b))
         inner = math.prod(min(a[i], b[j]) for i, j in zip(contract_a, contract_b))
-        rows = math.prod(n for i, n in enumerate(a) if i not in (*contract_a, *batch_a))
-        columns = math.prod(n for i, n in enumerate(b) if i not in (*contract_b, *batch_b))
+        in_rows = [n for i, n in enumerate(a) if i not in (*contract_a, *batch_a)]
+        in_columns = [n for i, n in enumerate(b) if i not in (*contract_b, *batch_b)]
+        rows, columns = math.prod(in_rows), math.prod(in_columns)
+        last = tuple(s[-1] if len(s) > 1 else 0 for s in (in_rows, [a[i] for i in sorted(contract_a)], in_columns))
     elif operation.name == "scaled_matmul_wrapper":
         (batch, rows, inner), columns = a, b[1]
     else:  # each group of rows with its own matrix; kernels pass over rows that are not filled
@@ -214,6 +218,7 @@ def _product(operation: Operation, load: float) -> Piece:
         flops=2.0 * batch * rows * inner * columns,
         num_bytes=sum(v.num_bytes for v in (*operation.operands, out)) - (1 - share) * (left.num_bytes + out.num_bytes),
         dims=(rows, inner, columns),
+        last=last,
         dtype=str(left.aval.dtype),
     )
 
