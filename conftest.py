@@ -96,9 +96,9 @@ def pytest_collection_modifyitems(items):
             item.own_markers = [mark for mark in item.own_markers if "but" not in mark.kwargs]
 
 
-# Bytes that a process of the tests has at least and at most before it lets go of compiled programs, and by which it
-# grows before it does so again.
-LEAST_ROOM, MOST_ROOM, GROWTH = 1.5e9, 4e9, 0.3e9
+# Bytes that a process of the tests has before it lets go of compiled programs, and by which it grows before it does so
+# again.
+ROOM, GROWTH = 1.5e9, 0.3e9
 
 # Seconds of processor from which on a test that is not marked `slow` is named at the end.
 QUICK = 1.0
@@ -144,7 +144,7 @@ def _processor() -> float:
 def pytest_configure(config):
     from trellis.mesh.platform import leave_threads
 
-    config.least_room = config.room = _room(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    config.room = ROOM
     leave_threads(jax.config.jax_num_cpu_devices)  # whichever test is the first to look at the devices
 
 
@@ -159,33 +159,12 @@ def pytest_collection_finish(session):
 
 def pytest_runtest_teardown(item, nextitem):
     """Lets go of compiled programs where a process has grown: eight of them are to fit a laptop. Where little is let go
-    of, it waits until the process has grown again: a second and a half after each test, and what the tests that follow
-    then trace and read again, is more than most tests take."""
+    of, it waits until the process has grown again: half a second after each test is more than most tests take."""
     if nextitem is not None and _resident() > item.config.room:
         jax.clear_caches()
         gc.collect()
         _give_back()
-        item.config.room = max(item.config.least_room, _resident() + GROWTH)
-
-
-def _room(processes: int) -> float:
-    """Bytes that each of so many processes of the tests may have: together half of what there is."""
-    return min(MOST_ROOM, max(LEAST_ROOM, _available() / 2 / processes))
-
-
-def _available() -> float:
-    """Bytes of memory that are free or can be made so, for this machine and for this container; 0 where the system does
-    not tell."""
-    try:
-        words = pathlib.Path("/proc/meminfo").read_text().split()
-        free = 1024 * int(words[words.index("MemAvailable:") + 1])
-    except (OSError, ValueError):
-        return 0
-    try:
-        most, used = (int(pathlib.Path(f"/sys/fs/cgroup/memory.{x}").read_text()) for x in ("max", "current"))
-    except (OSError, ValueError):  # no container, or one without a limit, which says "max"
-        return free
-    return min(free, most - used)
+        item.config.room = max(ROOM, _resident() + GROWTH)
 
 
 def _give_back() -> None:
