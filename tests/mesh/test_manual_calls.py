@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import trellis as tr
 from tests.mesh.told import told
 from trellis.mesh import all_gather, make_mesh, reduce_scatter, reshard
 from trellis.mesh.manual.einsum import einsum_plain as einsum
@@ -66,6 +67,21 @@ def test_numbers_of_numpy_are_taken_as_jax_takes_them():
         made, ones = call(*args)
         np.testing.assert_array_equal(made, np.arange(8) + 2)
         assert (made.dtype, ones.dtype) == (np.float32, np.float32)
+
+
+@pytest.mark.parametrize("grad", [jax.grad, tr.grad])
+def test_a_largest_value_over_devices_has_no_derivative(grad):
+    def program(x: f32["batch/d"]) -> f32[""]:
+        return jax.lax.pmax(x.max(), "d")
+
+    with pytest.raises(TypeMismatch) as caught:
+        grad(lambda x: shard_map(program)(x))(put((8,), "batch/d"))
+    name = told(caught).split("`")[1]
+    assert told(caught) == (
+        "JAX cannot differentiate a largest or smallest value over devices, got jax.lax.pmax, in "
+        f"`{name}`: give it jax.lax.stop_gradient(values) if the result does not depend on it, as a softmax does not, "
+        "or gather the values and compare them on each device"
+    )
 
 
 class Sums(typing.NamedTuple):

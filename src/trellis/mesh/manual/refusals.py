@@ -194,8 +194,19 @@ def raise_of_call(error: Exception, name: str, mesh, left: Collection[str] = ())
             f"pending sums and copies need explicit mesh axes, got ({mesh_text(mesh)}) with auto ones, in `{name}`: "
             "make the mesh without axis_type, or use jax.lax.psum inside"
         ) from error
+    _raise_of_a_largest(error, name)
     if _OF_A_COPY.search(text):
         raise _of_a_copy(name) from error
+
+
+def _raise_of_a_largest(error: Exception, name: str) -> None:
+    """Says what to write for the derivative of a largest value over devices, which JAX has not."""
+    if found := re.search("Differentiation rule for '(pmax|pmin)' not implemented", str(error)):
+        raise TypeMismatch(
+            f"JAX cannot differentiate a largest or smallest value over devices, got jax.lax.{found[1]}, in `{name}`: "
+            f"give it jax.lax.stop_gradient(values) if the result does not depend on it, as a softmax does not, or "
+            "gather the values and compare them on each device"
+        ) from error
 
 
 def raise_of_gradient(error: Exception, name: str) -> None:
@@ -203,6 +214,7 @@ def raise_of_gradient(error: Exception, name: str) -> None:
     text = str(error)
     if (wrong := _of_a_rule(text, f"`{name}`")) is not None:
         raise wrong from error
+    _raise_of_a_largest(error, name)
     wanted = found[1] if (found := re.search(r"Expected cotangent type (.*) but got", text)) else ""
     if re.search(r"\bR:", wanted):
         raise TypeMismatch(
