@@ -62,6 +62,14 @@ REFUSED = {
         "`layers.block.attention.qkv`",
         "use --mesh sizes or a number of devices that divide it",
     ),
+    "layers that no stages have": (
+        {"model.layers": 4, "mesh.data": 3, "batch_size": 12, "layout.params.embed": "",
+         "layout.compute.layers": "data"},
+        "Mesh axes must divide the axis that they slice.",
+        "model.layers=4 over data=3",
+        "model.layers",
+        "use --model.layers 3 or 6, or --mesh sizes or a number of devices that divide it",
+    ),
     "slices of heads": (
         {"mesh.data": 2, "mesh.model": 2, "layout.compute.heads": "", "layout.compute.kv_heads": "",
          "layout.compute.head_dim": "model"},

@@ -97,7 +97,7 @@ def _check_widths(run: Run, layout: Layout, declared: Sequence[Parameter]) -> No
         for which in ("params", "compute"):
             slices = zip(parameter.leaf.shape.items(), layout.assign(parameter.names, which), strict=True)
             for (name, length), axes in slices:
-                if name != "vocab" and (name, which) != ("layers", "compute"):
+                if name != "vocab" and not (which == "compute" and name in layout.uneven):
                     parts = {axis: layout.mesh.shape[axis] for axis in axes}
                     rule = "Mesh axes must divide the axis that they slice."
                     if fields.get(name) == length:
