@@ -49,6 +49,19 @@ def test_the_product_that_exchanges_pairs_renames_one_dimension(monkeypatch):
     np.testing.assert_allclose(found.array, wanted.array, atol=1e-6)
 
 
+@pytest.mark.parametrize("by_product", [False, True])
+def test_a_last_element_without_a_neighbour_is_not_rotated(monkeypatch, by_product):
+    monkeypatch.setattr(rope, "swaps_by_product", lambda _: by_product)
+    array = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    turned = lambda x, size: nn.rotate(
+        tr.named(x, "pos head_dim"),
+        nn.rotary_tables(tr.arange(tr.Axis("pos", 3)), tr.Axis("head_dim", size), 1e4, pairs=4),
+        pairs=True,
+    )
+    wanted = np.concatenate([turned(array[:, :4], 4).array, array[:, 4:]], 1)
+    np.testing.assert_allclose(turned(array, 5).array, wanted, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("size", "theta", "pairs", "message"),
     [

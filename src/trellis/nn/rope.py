@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from trellis.errors import UserError
 from trellis.mesh.layout import current_layout
@@ -226,10 +227,11 @@ def rotate(x: NamedArray, tables, head_dim: str = "head_dim", *, pairs: bool = F
 
 
 def _turned(x: NamedArray, name: str, pairs: bool) -> NamedArray:
-    """`(-second, first)` of each pair, in the places of the pair."""
+    """`(-second, first)` of each pair, in the places of the pair; 0 for a last element that has no neighbour."""
     size = x.shape[name]
+    paired = size // 2 * 2
     if swaps_by_product(x.array):
-        first = np.arange(0, size, 2) if pairs else np.arange(size // 2)
+        first = np.arange(0, paired, 2) if pairs else np.arange(size // 2)
         second = first + (1 if pairs else size // 2)
         swap = np.zeros((size, size), np.float32)
         swap[second, first] = -1
@@ -240,9 +242,13 @@ def _turned(x: NamedArray, name: str, pairs: bool) -> NamedArray:
     axis = x.index(name)
     if pairs:
         before, after = x.array.shape[:axis], x.array.shape[axis + 1 :]
-        split = x.array.reshape(*before, size // 2, 2, *after)
-        turned = jnp.flip(split, axis + 1) * _signs(split, axis + 1)
-        return x.with_array(turned.reshape(x.array.shape))
+        array = x.array if paired == size else lax.slice_in_dim(x.array, 0, paired, axis=axis)
+        split = array.reshape(*before, paired // 2, 2, *after)
+        turned = (jnp.flip(split, axis + 1) * _signs(split, axis + 1)).reshape(array.shape)
+        if paired < size:
+            last = lax.slice_in_dim(x.array, paired, size, axis=axis)
+            turned = jnp.concatenate([turned, jnp.zeros_like(last)], axis)
+        return x.with_array(turned)
     first, second = jnp.split(x.array, 2, axis=axis)
     return x.with_array(jnp.concatenate([-second, first], axis=axis))
 
