@@ -5,6 +5,7 @@ import pytest
 from trellis.errors import UserError
 from trellis.hardware.chips import chips, target
 from trellis.hardware.described import described_devices
+from trellis.plan.compile import compiler_devices
 
 
 @pytest.mark.parametrize(
@@ -13,6 +14,7 @@ from trellis.hardware.described import described_devices
         ("v5e:16x16", 256, "v5e:16x16"),
         ("v5p:4x4x8", 128, "v5p:4x4x8"),
         ("v5p-128", 64, "v5p:4x4x4"),
+        ("v5litepod-16", 16, "v5e:4x4"),
         ("2xv5e:16x16", 512, "2*v5e:16x16"),
         ("v7x:4x4x4", 128, "tpu7x:4x4x4"),
         ("8xA100", 8, "a100:1x8"),
@@ -69,6 +71,8 @@ def test_own_chips(tmp_path):
     assert found.shape == (2, 4)
     assert found.chip.bf16_flops == 756e12
     assert found.chip.hbm_bandwidth == chips()["h100"].hbm_bandwidth
+    with pytest.raises(UserError, match="seen:  h100-pcie, a chip of a table of your own"):
+        compiler_devices(found)
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,7 @@ def chips(extra: str | None = None) -> dict[str, Chip]:
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 _TPU = re.compile(r"(?:(\d+)[x*])?([a-z][a-z0-9-]*?)[:-](\d+(?:x\d+)*)")
+_CLOUDS_NAMES = {"tpu7x": "v7x", "v5litepod": "v5e"}
 _GPU = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][a-z0-9-]*)")
 
 
@@ -358,7 +359,7 @@ def target(name: str, hardware: str | None = None) -> Target:
         if hosts >= 1 and per_host >= 1:
             return Target(name=name, chip=known[match[3]], shape=(hosts, per_host), wrap=(False, False))
     match = _TPU.fullmatch(text)
-    chip = known.get({"tpu7x": "v7x"}.get(match[2], match[2])) if match else None
+    chip = known.get(_CLOUDS_NAMES.get(match[2], match[2])) if match else None
     if match and chip and chip.kind == "tpu" and int(match[1] or 1) >= 1:
         generation = {"v7x": "tpu7x"}.get(chip.name, chip.name)
         separator = ":" if "x" in match[3] or ":" in text else "-"

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from trellis._compat import full_text, kept_arguments
 from trellis.errors import UserError
 from trellis.files import cache_folder
-from trellis.hardware.chips import Target
+from trellis.hardware.chips import Target, chips
 from trellis.inspect.compiled import compiled_memory
 from trellis.mesh.topology import TopologyError, target_devices
 from trellis.plan.libtpu_layout import Allocation, MemoryLayout, dump_options, read_layout
@@ -95,7 +95,9 @@ def compiler_devices(target: Target) -> list[Any]:
         if "not installed" in str(error):
             fix = str(error).rpartition(": ")[2] + "; `trellis plan` without --compile needs no compiler"
             raise UserError(rule, seen=f"no compiler for {target.name}", where="--on", fix=fix) from None
-        raise UserError(rule, seen=str(error), where="--on", fix="use a target of the built-in table") from None
+        own = target.chip.name not in chips()
+        seen = f"{target.chip.name}, a chip of a table of your own" if own else str(error)
+        raise UserError(rule, seen=seen, where="--on", fix="use a target of the built-in table") from None
 
 
 def compile_run(
