@@ -233,3 +233,11 @@ def test_a_mesh_axis_that_a_file_names_gets_one_too(tmp_path):
 def test_a_runs_folder_stands_for_its_file(tmp_path):
     write_run(tiny(), tmp_path / "run.yaml")
     assert load_run(str(tmp_path), {"steps": "30"}) == dataclasses.replace(tiny(), steps=30)
+
+
+def test_a_folder_in_a_run_is_not_taken_for_texts(tmp_path):
+    (tmp_path / "run.yaml").write_text("base: tiny")
+    (inner := tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match=f"use the run's folder: {tmp_path}"):
+        load_run(str(inner))
+    assert load_run(str(tmp_path)) == load_run("tiny")

@@ -91,7 +91,7 @@ def load(target: str, options: Mapping[str, str]) -> Loaded:
         path = run_file(target)
         if path.suffix not in (".yaml", ".yml"):
             texts = f"tokenize text first: trellis tokenize {target} --out stores/mine --train-bpe 512"
-            fix = (_from_checkpoint(path) or texts) if path.is_dir() else did_you_mean(target, RECIPES)
+            fix = (_from_checkpoint(path) or _around(path) or texts) if path.is_dir() else did_you_mean(target, RECIPES)
             rule = "A run must be a recipe, a YAML file or a run's folder."
             raise UserError(rule, seen=f"`{target}`", where="the first argument", fix=fix)
         patch = read_yaml(path)
@@ -126,6 +126,12 @@ def _from_checkpoint(folder: Path) -> str:
     """How to recover the run.yaml of a run's folder; "" if no checkpoint has a copy of it."""
     copies = sorted(folder.glob("checkpoints/*/run.yaml"))
     return f"copy it from a checkpoint: cp {typed(copies[-1])} {typed(folder)}" if copies else ""
+
+
+def _around(folder: Path) -> str:
+    """What to use in place of a folder in a run's folder; "" if it is in none."""
+    run = next((above for above in folder.parents if (above / "run.yaml").is_file()), None)
+    return f"use the run's folder: {typed(run)}" if run else ""
 
 
 def _using(run: Run, named: set[str]) -> str | None:
