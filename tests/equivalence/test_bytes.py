@@ -6,12 +6,14 @@ on all devices together. Each layer's forward pass is computed again in the back
 """
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import trellis as tr
 from tests.models.small import CONFIGS
 from trellis.data.batch import Batch
 from trellis.named import saving
+from trellis.named.jit import abstract
 from trellis.nn.positions import dealt_axes
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.assemble import model_axes
@@ -27,11 +29,16 @@ NORMS = 4 * 2 * CONFIG.embed
 PER_AXIS = {"data": 1 / 2, "data_y": 1 / 4, "data_z": 1 / 8}
 
 
+def types():
+    """Those of the block's parameters and inputs, where the layout places them: nothing is computed."""
+    return abstract(jax.eval_shape(parameters), "params"), abstract(jax.eval_shape(inputs), "compute")
+
+
 def ledger(name: str, policy=saving.nothing, kind: str = "ring"):
     """The rows of a step; positions in slices are dealt out, as a training step does, unless they are exchanged."""
     layout = layout_of(name, kind=kind)
     with layout.with_dealt(dealt_axes(layout)):
-        layers, (x, weights) = tr.shard(parameters()), tr.shard(inputs(), "compute")
+        layers, (x, weights) = types()
         step = jax.value_and_grad(lambda *a: loss(*a, policy), argnums=(0, 1))
         found = tr.ledger(step, layers, x, weights)
     # The loss itself is one number: its sum is the one collective below 32 bytes.
@@ -62,7 +69,7 @@ def test_fsdp_gathers_twice_and_scatters_once():
 
 def test_fsdp_gathers_in_the_compute_dtype():
     with layout_of("fsdp 8"):
-        layers, (x, weights) = tr.shard(parameters()), tr.shard(inputs(), "compute")
+        layers, (x, weights) = types()
 
         def half(layers, x, weights):
             low = jax.tree.map(lambda a: a.astype("bfloat16"), (layers, x, weights))
@@ -158,13 +165,14 @@ def test_one_device_moves_nothing(name):
 )
 def test_microbatches_move_parameters_and_their_gradients_once(sizes, choice, wanted):
     config = CONFIGS["llama3"]
-    tokens = tr.random.randint(jax.random.key(1), {"batch": 16, "pos": 16}, 0, config.vocab)
+    tokens = jax.ShapeDtypeStruct((16, 16), jnp.int32)
     with make_layout(sizes, choice, jax.devices(), {"kv_heads": 1} | model_axes(config)):
-        model = tr.shard(config.init(key=jax.random.key(0), vocab_multiple=8))
-        batch = tr.shard(Batch(tokens=tokens, targets=tokens, loss_mask=tr.ones(tokens.shape)), "compute")
+        model = abstract(jax.eval_shape(lambda: config.init(key=jax.random.key(0), vocab_multiple=8)), "params")
+        batch = Batch(tokens=tokens, targets=tokens, loss_mask=jax.ShapeDtypeStruct((16, 16), jnp.float32)).named()
+        batch = abstract(batch, "compute")
         step = lambda model, batch: loss_and_gradients(model, batch, StepOptions(microbatches=2))[2]
         rows = [row for row in tr.ledger(step, model, batch).rows if row.payload > 8]
-    size, moved = sum(x.nbytes for x in jax.tree.leaves(model)), {}
+    size, moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model)), {}
     for row in rows:
         what = f"{row.kind} {'/'.join(row.axes)}"
         moved[what] = moved.get(what, 0) + row.wire * row.times
