@@ -160,7 +160,8 @@ def one_device(family, stages=False, dispatch=None):
 
 @functools.cache
 def _one_device(config):
-    model = moved_a_little(jax.jit(lambda key: config.init(key=key, vocab_multiple=8))(jax.random.key(0)))
+    # Not under `jax.jit`: what draws an array is compiled once for all families that have one of its shape.
+    model = moved_a_little(config.init(key=jax.random.key(0), vocab_multiple=8))
     return model, *loss_of(jax.jit, model, Batch(**batch()).named())
 
 

@@ -53,7 +53,7 @@ def found(jit, model, parts, options):
 @functools.cache
 def whole(name: str):
     """On one device: made before a test enters its layout, whichever test is the first."""
-    return jax.jit(lambda key: CONFIGS[name].init(key=key, vocab_multiple=8))(jax.random.key(0))
+    return CONFIGS[name].init(key=jax.random.key(0), vocab_multiple=8)
 
 
 @functools.cache
