@@ -4,10 +4,10 @@ Each piece of work takes the longest of its products at the matrix units' rate, 
 units' rate and its bytes at the memory's rate. Each collective takes its bytes over the rate of the links its mesh axes
 run on. Collectives of activations delay the work that reads them. Collectives of weights (gathers before use,
 reductions of gradients) are hidden under the computation of the same pass if the compiler does that, as far as there is
-computation to hide under; on TPUs, in a loop, under that of one turn (`trellis.plan.turns`). So are, on GPUs, exchanges
-of batches in several parts (`Routing.interleave`), except one part's. The steps of a ring run beside the kernels or
-products of the same line of the program, in the same pass. Copies to and from the host's memory are hidden under the
-computation of their pass.
+computation to hide under; on TPUs, in a loop, under that of one turn (`trellis.plan.turns`), and of layers that are
+written out, the smaller a share, the more there is to hide. So are, on GPUs, exchanges of batches in several parts
+(`Routing.interleave`), except one part's. The steps of a ring run beside the kernels or products of the same line of
+the program, in the same pass. Copies to and from the host's memory are hidden under the computation of their pass.
 """
 
 import collections
