@@ -355,7 +355,7 @@ def _busy(moves: Sequence[tuple[Row, Line]], covers: Collection[str], room: Mapp
     """For each pass, the share of its computation that weights and gradients of layers written out would take.
 
     libtpu 0.0.42 moves these beside computation, but the more there is of them, the more of it stands where there is
-    nothing left to compute: of what takes as long as the computation around it, half. In compiled steps 0 to 14 % were
+    nothing left to compute: of what takes as long as the computation around it, half. In compiled steps 0 to 17 % were
     waited for where they took up to a third of the computation, and 26 to 54 % where they took two thirds or more.
     """
     seconds: dict[str, float] = collections.defaultdict(float)
