@@ -143,11 +143,12 @@ def padded(dims: tuple[int, int, int], tile: int) -> float:
     >>> padded((4096, 64, 4096), 128)
     2.0
     """
-    ratio = 1.0
-    for size in dims[1:]:
-        if size:
-            ratio *= -(-size // tile) * tile / size
-    return ratio
+    return _in_whole_tiles((size for size in dims[1:] if size), tile)
+
+
+def _in_whole_tiles(sizes: Iterable[int], tile: int) -> float:
+    """How much larger something of these sizes is in whole tiles."""
+    return math.prod(-(-size // tile) * tile / size for size in sizes)
 
 
 def padded_heads(last: tuple[int, int, int]) -> float:
@@ -159,7 +160,7 @@ def padded_heads(last: tuple[int, int, int]) -> float:
     >>> padded_heads((4096, 0, 64)), padded_heads((4096, 0, 128))
     (1.6, 1.0)
     """
-    ratio = math.prod(-(-size // LANES) * LANES / size for size in last if LANES // 2 <= size < LANES)
+    ratio = _in_whole_tiles((size for size in last if LANES // 2 <= size < LANES), LANES)
     return 1.0 + PADDED_HEADS * (ratio - 1.0)
 
 
