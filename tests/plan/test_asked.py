@@ -367,3 +367,14 @@ def test_a_search_goes_on_where_the_compiler_refuses_a_setting(monkeypatch):
     said = [why_lost(c, found.winner, found.target) for c in refused]
     assert said == ["the compiler for v5e:2x2 refused the step: no room in vector memory"] * 2
     assert found.winner is not None and found.winner not in refused
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_compiler_options_are_advised_if_something_is_not_hidden_for_want_of_them(asked):
+    sizes = {"model.layers": "2", "mesh.data": "8", "mesh.data_y": "1", "batch_size": "8", "scan_layers": "false"}
+    run = load_run("llama_8b_v6e_256", sizes | {"data.sequence_length": "1024"})
+    run = run if asked else dataclasses.replace(run, compiler_options={})
+    plan = quick_plan(run, target("v6e:2x4"))
+    (said,) = (line for line in advice(plan) if "waits for weights and gradients over data" in line)
+    assert "more tokens a device" in said
+    assert ("compiler options that move them under computation" in said) is not asked

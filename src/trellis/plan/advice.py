@@ -227,7 +227,9 @@ def _links(trial: Trial, axes: tuple[str, ...], share: float) -> list[str]:
         able = trial.helping(*trial.inside("keep weights inside ({})")) + trial.more_tokens()
     else:
         waits_for, able = f"weights and gradients over {axis}", trial.more_tokens()
-        if plan.target.chip.kind == "tpu":  # on GPUs a run asks for what there is
+        roles = {line.role for line in plan.times.lines if line.axes == axes and line.role != "activations"}
+        hidden = {line.role for line in plan.times.lines if line.hidden}
+        if plan.target.chip.kind == "tpu" and not roles <= hidden:  # on GPUs a run asks for what there is
             able.append("compiler options that move them under computation (`compiler_options` of this chip's recipes)")
     return [f"{share:.0%} of the step waits for {waits_for}: {', or '.join(able)}"] if able else []
 
