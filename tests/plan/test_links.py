@@ -1,11 +1,14 @@
 """Mesh axes on the links of a target."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from trellis.errors import UserError
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
+from trellis.inspect.rows import Row
 from trellis.mesh import make_mesh
 from trellis.plan.links import EFFICIENCY, NETWORK_EFFICIENCY, links_of
 
@@ -50,7 +53,22 @@ def test_reduce_scatters_over_several_sides():
     links = links_of({"data": 16, "data_y": 16}, target("v5e:16x16"))
     assert links.scatters_as_reduce(["data", "data_y"])
     assert not links.scatters_as_reduce(["data"])
+    parts = links_of({"data": 4, "data_y": 4, "data_z": 4}, target("v5p:4x4x4"))
+    assert parts.sides(["data", "data_y"]) == 2 and not parts.scatters_as_reduce(["data", "data_y"])
+    assert parts.scatters_as_reduce(["data", "data_y", "data_z"])
     assert not links_of({"data": 8}, target("8xH100")).scatters_as_reduce(["data"])
+
+
+def test_reduce_scatters_that_run_alone():
+    """A v6e's SparseCores take shares of whole sixteens of tiles, and sums over all of a slice."""
+    row = Row(kind="reduce-scatter", axes=("data",), what="", dtype="bf16", payload=800, wire=700, tiles=16 * 8 * 5)
+    links = links_of({"data": 8, "data_y": 8}, target("v6e:8x8"))
+    assert not links.scatters_alone(row)
+    uneven = dataclasses.replace(row, tiles=row.tiles + 8)
+    assert links.scatters_alone(uneven)
+    assert not links.scatters_alone(dataclasses.replace(uneven, axes=("data", "data_y")))
+    assert not links.scatters_alone(dataclasses.replace(uneven, kind="all-reduce"))
+    assert not links_of({"data": 8, "data_y": 8}, target("v5e:8x8")).scatters_alone(uneven)
 
 
 def test_times_grow_with_bytes_and_hops():

@@ -111,10 +111,8 @@ def test_types_of_mixtures_on_tpus_are_near_what_their_compiler_schedules():
     said = (root / "docs/plan.md").read_text()
     out = {name: longer.pop(name) for name in list(longer) if load_run(name).scan_layers is False}
     least, most = (choose(out, key=lambda name: out[name]) for choose in (min, max))
-    assert (least, most) == ("qwen3_30b_a3b_v6e_64", "gpt_oss_20b_v6e_64")
-    less, more = f"{-100 * out[least]:.0f} % less than planned", f"{100 * out[most]:.0f} % more"
-    assert f"from {less} (Qwen3 on v6e) to {more} (GPT-OSS on v6e," in said
+    assert (least, most) == ("qwen3_30b_a3b_v5p_64", "gpt_oss_20b_v5p_64")
+    assert f"from {100 * out[least]:.0f} % (Qwen3 on v5p) to {100 * out[most]:.0f} % longer (GPT-OSS on v5p," in said
     assert longer["deepseek_v3_v5p_512"] == pytest.approx(1 / 5, abs=0.03)
     assert 1 - 1 / (1 + longer["deepseek_v3_v6e_1024"]) == pytest.approx(1 / 3, abs=0.03)
-    assert f"Qwen3 takes {100 * longer['qwen3_30b_a3b_v5p_64']:.0f} % longer on v5p" in said
-    assert longer["mixtral_8x7b_v6e_64"] == pytest.approx(0, abs=0.01)
+    assert f"Mixtral on v6e takes {100 * longer['mixtral_8x7b_v6e_64']:.0f} % longer" in said

@@ -21,6 +21,7 @@ from trellis.program.moves import Move
 from trellis.program.rules import Implied
 from trellis.program.said import parts_said, share_sent, turns_said
 from trellis.program.scopes import names_behind, names_of, turns_written_out
+from trellis.program.sizes import local_shape, tiles_filled
 
 
 def ledger(fn: Callable, *args, **kwargs) -> Ledger:
@@ -153,6 +154,7 @@ class _Rows:
             reduction=_REDUCTIONS.get(operation.name, "sum"),
             same=self.repeats[operation],
             constant=self.constants.issuperset(operation.results),
+            tiles=tiles_filled(local_shape(aval)),
             turns=turns_written_out(operation.scope),
             added=added_at(operation),
             number=operation.number,

@@ -41,6 +41,7 @@ class Row:
         same: in how many of its runs it moves the same array, which a compiler may move once for all of them: turns of
             loops that do not change it.
         twin: whether, in manual mode, an earlier one moves the same array in the same way: a compiler may do only one.
+        tiles: in how many tiles of a TPU, of 8 rows of 128 numbers, what one device has of it lies.
         turns: in how many turns of loops that are written out it has its like, each a row.
         constant: whether no argument has a part in what it moves: a compiler may know what becomes of it.
         added: the number of the operation that adds what it brings to others, if nothing else reads it; else -1.
@@ -68,6 +69,7 @@ class Row:
     same: int = 1
     twin: bool = False
     constant: bool = False
+    tiles: int = dataclasses.field(default=0, compare=False, repr=False)
     turns: int = dataclasses.field(default=1, compare=False, repr=False)
     added: int = dataclasses.field(default=-1, compare=False, repr=False)
     number: int = dataclasses.field(default=-1, compare=False, repr=False)

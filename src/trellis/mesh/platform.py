@@ -88,6 +88,16 @@ def cuda_capability_of(x: jax.Array) -> int:
     return int(here[0].partition(".")[0]) if here else capability_of_kind(kind)
 
 
+def scattered_tiles(device_kind: str) -> int:
+    """Of how many tiles each device's share has to be a multiple for a reduce-scatter over a part of the mesh to run
+    beside other work.
+
+    libtpu 0.0.42 gives only such to a v6e's SparseCores. Any other is a fused operation, beside which nothing runs
+    (benchmarks/results/experts_compiled.txt).
+    """
+    return 16 if device_kind.startswith("TPU v6") else 1
+
+
 def _device(x: jax.Array) -> Any:
     """What is known of the devices of a value's mesh, or of the mesh in force; None without one."""
     mesh = jax.typeof(x).sharding.mesh

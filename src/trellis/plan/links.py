@@ -14,7 +14,9 @@ import numpy as np
 from trellis.errors import UserError
 from trellis.hardware.chips import Target
 from trellis.hardware.described import described_devices
+from trellis.inspect.rows import Row
 from trellis.mesh.meshes import arrange
+from trellis.mesh.platform import scattered_tiles
 
 # The share of the published rate that a collective reaches: TPU torus links 45 of 50 GB/s (the scaling book's one-way
 # rates); NCCL's bus bandwidth on NVSwitch about 360 of 450 GB/s.
@@ -106,13 +108,29 @@ class Links:
     def scatters_as_reduce(self, axes: Sequence[str]) -> bool:
         """Whether a reduce-scatter over these axes together becomes an all-reduce and a slice: twice the bytes.
 
-        libtpu 0.0.42 does this if the group spans several sides of a v4, v5e, v5p or v6e torus; over one side, and on
-        v7x, it scatters.
+        libtpu 0.0.42 does this if the group is a whole slice, or several, of a v4, v5e, v5p or v6e torus of several
+        sides; over a part of it, and on v7x, it scatters.
         """
         if self.target.chip.kind != "tpu" or self.target.chip.devices_per_chip > 1:
             return False
-        sides = {part.side for axis in axes for part in self.parts.get(axis, ()) if part.side is not None}
-        return len(sides) > 1
+        parts = [part for axis in axes for part in self.parts.get(axis, ()) if part.side is not None]
+        whole = math.prod(part.size for part in parts) == math.prod(self.target.shape)
+        return whole and self.sides(axes) > 1
+
+    def sides(self, axes: Sequence[str]) -> int:
+        """How many sides of a torus these axes together are along."""
+        parts = [part for axis in axes for part in self.parts.get(axis, ())]
+        return len({part.side for part in parts if part.side is not None and part.size > 1})
+
+    def scatters_alone(self, row: Row) -> bool:
+        """Whether it is a reduce-scatter that nothing runs beside, whatever options say (`scattered_tiles`)."""
+        fills = scattered_tiles(self.target.chip.device_kind)
+        if row.kind != "reduce-scatter" or fills == 1:
+            return False
+        if self.scatters_as_reduce(row.axes) or self.crosses_network(row.axes):
+            return False
+        ways = math.prod(part.size for axis in row.axes for part in self.parts.get(axis, ()))
+        return row.tiles % (ways * fills) > 0
 
     def crosses_network(self, axes: Sequence[str]) -> bool:
         """Whether a collective over these axes leaves a slice or a host."""

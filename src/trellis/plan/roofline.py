@@ -12,8 +12,9 @@ the program, in the same pass. Copies to and from the host's memory are hidden u
 
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from trellis.hardware.chips import Chip
@@ -30,9 +31,12 @@ FUSED_AWAY = 0.35
 # Of the time that products of heads would take longer, if libtpu padded each head to 128 lanes, the share that they do:
 # with heads of 64 they took 1.3 (1B on v5e), 1.5 (GPT-OSS on v6e) and 1.8 times as long (on v5p) as merged ones.
 PADDED_HEADS = 0.6
-# Options that make a TPU compiler hide what it does not hide by default.
+# Options that make a TPU compiler hide what it does not hide by default. Gathers that SparseCores make over several
+# sides of the torus need an option of their own beside the first.
 HIDING_OPTIONS = {
-    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "gathers",
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "gathers over 1",
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "gathers over 2",
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "gathers over 3",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "gathers",
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "reductions",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "reductions",
@@ -294,11 +298,12 @@ def times(
         work: what one device computes.
         ledger: what moves.
         links: what it moves over.
-        hides: what the compiler hides besides what it hides by default: "gathers", "reductions".
+        hides: what the compiler hides besides what it hides by default: "gathers", "reductions", or, of gathers, those
+            over one side of a torus, "gathers over 1", and those over two or three besides.
         loops: the program's loops, those within others first, if what moves in a turn is hidden under that turn alone.
     """
     chip = links.target.chip
-    covers = {*chip.overlap, *hides}
+    covered = functools.partial(_covered, covers={*chip.overlap, *hides}, links=links)
     each_line = [work_line(piece, chip) for piece in work]
     work_lines = _merged(each_line)
     computed = [line for line in work_lines if not line.moves]
@@ -311,8 +316,8 @@ def times(
             beside[line.where, line.source] += line.seconds
     free = room.copy()  # for copies to and from the host, which run at the same time as what moves between devices
     moves = collective_lines(ledger, links)
-    busy = _busy(moves, covers, room) if chip.kind == "tpu" else {}
-    in_turns = _hidden_in_turns(each_line, moves, covers, loops)
+    busy = _busy(moves, covered, room) if chip.kind == "tpu" else {}
+    in_turns = _hidden_in_turns(each_line, moves, covered, loops)
     moved = []
     for row, line in sorted(moves, key=lambda pair: (not pair[0].ring, -pair[1].seconds)):
         where = _pass(line)
@@ -322,7 +327,7 @@ def times(
             beside[line.where, line.source] -= hidden
         elif id(row) in in_turns:
             hidden = min(in_turns[id(row)], room[where])
-        elif _covered(row, covers):
+        elif covered(row):
             beside_layers = 1 - busy.get(where, 0.0) / 2 if row.turns > 1 else 1.0
             hidden = min(line.seconds * beside_layers, room[where])
         elif row.parts > 1 and chip.kind == "gpu":  # one part's exchange has nothing left beside it
@@ -346,13 +351,17 @@ def times(
     )
 
 
-def _covered(row: Row, covers: Collection[str]) -> bool:
+def _covered(row: Row, covers: Collection[str], links: Links) -> bool:
     """Whether the compiler runs what moves beside computation."""
-    reduced = row.role == "gradients" and not row.awaited
-    return (row.role == "weights" and "gathers" in covers) or (reduced and "reductions" in covers)
+    if row.role == "weights":
+        return "gathers" in covers or {"gathers over 1", f"gathers over {links.sides(row.axes) or 1}"} <= {*covers}
+    reduced = row.role == "gradients" and not (row.awaited or links.scatters_alone(row))
+    return reduced and "reductions" in covers
 
 
-def _busy(moves: Sequence[tuple[Row, Line]], covers: Collection[str], room: Mapping[str, float]) -> dict[str, float]:
+def _busy(
+    moves: Sequence[tuple[Row, Line]], covered: Callable[[Row], bool], room: Mapping[str, float]
+) -> dict[str, float]:
     """For each pass, the share of its computation that weights and gradients of layers written out would take.
 
     libtpu 0.0.42 moves these beside computation, but the more there is of them, the more of it stands where there is
@@ -361,24 +370,27 @@ def _busy(moves: Sequence[tuple[Row, Line]], covers: Collection[str], room: Mapp
     """
     seconds: dict[str, float] = collections.defaultdict(float)
     for row, line in moves:
-        if row.turns > 1 and _covered(row, covers):
+        if row.turns > 1 and covered(row):
             seconds[_pass(line)] += line.seconds
     return {where: min(moved / room[where], 1.0) for where, moved in seconds.items() if room.get(where)}
 
 
 def _hidden_in_turns(
-    computed: Sequence[Line], moves: Sequence[tuple[Row, Line]], covers: Collection[str], loops: Sequence[Turns]
+    computed: Sequence[Line],
+    moves: Sequence[tuple[Row, Line]],
+    covered: Callable[[Row], bool],
+    loops: Sequence[Turns],
 ) -> dict[int, float]:
     """Seconds of a step for which what moves in loops is hidden under their turns, by `id` of the row."""
     homes = [next((turns for turns in loops if row.number in turns), None) for row, _ in moves]
     hidden: dict[int, float] = {}
     for turns in loops:
         here = [(row, line.seconds / turns.times) for (row, line), home in zip(moves, homes) if home is turns]
-        beside = [(row, seconds) for row, seconds in here if _covered(row, covers)]
+        beside = [(row, seconds) for row, seconds in here if covered(row)]
         if not beside:
             continue
         busy = [(line.order, line.seconds / turns.times) for line in computed if line.order in turns and not line.moves]
-        busy += [(row.number, seconds) for row, seconds in here if not (row.ring or _covered(row, covers))]
+        busy += [(row.number, seconds) for row, seconds in here if not (row.ring or covered(row))]
         sent = [Sent(id(row), seconds, row.made, row.read, row.role == "weights") for row, seconds in beside]
         waited = waits(busy, sent)
         hidden |= {each.key: max(each.seconds - waited[each.key], 0.0) * turns.times for each in sent}

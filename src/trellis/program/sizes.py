@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -72,6 +73,16 @@ def local_shape(aval) -> tuple[int, ...]:
     for index, count in _counts(sharding):
         shape[index] = -(-shape[index] // count)
     return tuple(shape)
+
+
+def tiles_filled(shape: Sequence[int]) -> int:
+    """The tiles of a TPU, of 8 rows of 128 numbers, that an array of this shape fills.
+
+    >>> tiles_filled((32, 2880, 2880)) // 32, tiles_filled((2880,)), tiles_filled(())
+    (8280, 23, 1)
+    """
+    *outer, rows, columns = (1, 1, *shape)
+    return math.prod(outer) * -(-rows // 8) * -(-columns // 128)
 
 
 def shape_at(aval, state: State) -> tuple[int, ...]:

@@ -104,6 +104,18 @@ def test_gradients_are_those_of_each_group(platform):
             np.testing.assert_allclose(made[group], rows[mine].T @ d[mine], rtol=1e-4, atol=1e-4)
 
 
+def test_a_gradient_with_room_for_more_rows():
+    sizes = (5, 0, 130, 9)
+    rows, d, _ = drawn(sizes)
+    how = dict(dtype=jnp.float32, interpret=True)
+    made, longer = (
+        np.asarray(mosaic.weights_gradient(rows, d, jnp.array(sizes), **how, down_to=more))
+        for more in (None, INNER + 24)
+    )
+    assert longer.shape == (len(sizes), INNER + 24, COLUMNS)
+    np.testing.assert_array_equal(longer[:, :INNER], made)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("outer", [1, 2])
 def test_weights_are_read_and_written_as_they_lie(outer):

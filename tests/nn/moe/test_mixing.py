@@ -18,6 +18,7 @@ from trellis.nn.moe import (
     ExpertsError,
     blocks,
     choose,
+    gradients,
     grouped,
     grouped_matmul,
     mix,
@@ -215,6 +216,25 @@ def test_kernels_of_gpus_gather_their_rows(layout, way, kernels_of_gpus, monkeyp
         ("weights_gradient", "sources"),
         ("weights_gradient", "d_sources"),
     }
+
+
+def test_gradients_may_have_room_for_more_rows(monkeypatch):
+    """Which a kernel leaves as they are, as chips want it whose collectives then run beside their products."""
+    made, room = blocks.weights_gradient, []
+
+    def kernel(*given, down_to=None):
+        if down_to is None:
+            return made(*given)
+        room.append(down_to)
+        return jnp.pad(made(*given), ((0, 0), (0, down_to - given[0].shape[1]), (0, 0)), constant_values=jnp.nan)
+
+    monkeypatch.setattr(blocks, "weights_gradient", kernel)
+    monkeypatch.setattr(gradients, "scattered_tiles", lambda device_kind: 16)
+    assert_is_the_definition("expert", "grouped", 1.5, monkeypatch)
+    assert room and {*room} == {32}  # of four experts' shares, each of one tile across, that fill 16 tiles
+    room.clear()
+    assert_is_the_definition("expert, many", "ragged", 1.5, monkeypatch)  # weights are not gathered
+    assert not room
 
 
 @pytest.mark.parametrize("biased", [False, True])

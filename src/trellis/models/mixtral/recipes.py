@@ -4,7 +4,7 @@ import dataclasses
 
 from trellis.frozen import FrozenMap
 from trellis.models import MixtralConfig, Routing
-from trellis.models.llama.recipes.torus import V5P, V6E
+from trellis.models.llama.recipes.torus import V5P_AND_TWO_SIDES, V6E
 from trellis.nn import Precision
 from trellis.optim.config import AdamW, Cosine
 from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
@@ -65,7 +65,7 @@ def mixtral_8x7b_v5p_64() -> Run:
         remat=Remat(policy="saved"),
         scan_layers=False,
         mesh=MeshSizes(data=8, expert=8),
-        compiler_options=FrozenMap(V5P),
+        compiler_options=FrozenMap(V5P_AND_TWO_SIDES),
     )
 
 

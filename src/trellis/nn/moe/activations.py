@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.moe import mosaic
+from trellis.nn.moe.gradients import Apart, gradient_of, kept, read
 from trellis.nn.moe.tiles import LANES, shaped, side_of, visits_of
 from trellis.program.said import row_work
 
@@ -90,7 +91,7 @@ def activated_product(
     upped: jax.Array,
     counted: jax.Array,
     biases: tuple[jax.Array, ...],
-    weights: jax.Array,
+    weights: jax.Array | Apart,
     sizes: jax.Array,
     gate: ClampedSwiGLU | None,
     interpret: bool = False,
@@ -101,20 +102,21 @@ def activated_product(
         gated, upped, counted, biases, sizes, gate, interpret: as there.
         weights: of the last product, `experts mlp embed`.
     """
-    return mosaic.multiply(activate(gated, upped, counted, biases, sizes, gate, interpret), weights, sizes)
+    return mosaic.multiply(activate(gated, upped, counted, biases, sizes, gate, interpret), read(weights), sizes)
 
 
 def _product_forward(gated, upped, counted, biases, weights, sizes, gate, interpret):
-    kept = gated, upped, counted, biases, sizes
-    return activated_product(gated, upped, counted, biases, weights, sizes, gate, interpret), (kept, weights)
+    operands, weights = (gated, upped, counted, biases, sizes), kept(weights)
+    made = activated_product(gated, upped, counted, biases, weights, sizes, gate, interpret)
+    return made, (operands, weights)
 
 
-def _product_backward(gate, interpret, kept, d):
-    kept, weights = kept
-    sizes = kept[-1]
-    of_operand = mosaic.rows_gradient((d,), (weights,), sizes, interpret=interpret)
-    gradients, operand = _backward(of_operand, *kept, gate, interpret, again=True)
-    of_weights = mosaic.weights_gradient(operand, d, sizes, weights.dtype, interpret=interpret)
+def _product_backward(gate, interpret, found, d):
+    operands, weights = found
+    sizes = operands[-1]
+    of_operand = mosaic.rows_gradient((d,), (read(weights),), sizes, interpret=interpret)
+    gradients, operand = _backward(of_operand, *operands, gate, interpret, again=True)
+    of_weights = gradient_of(weights, mosaic.weights_gradient, operand, d, sizes, interpret=interpret)
     return *gradients, of_weights, None
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 
 from trellis.named.backend import platform_of
+from trellis.nn.moe.gradients import Apart, gradient_of, kept, read
 from trellis.nn.moe.rows import Taken
 from trellis.notation.state import sliced_by_compiler
 
@@ -58,7 +59,7 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax
 
 def grouped_products(
     rows: jax.Array,
-    weights: Sequence[jax.Array],
+    weights: Sequence[jax.Array | Apart],
     sizes: jax.Array,
     outer: Sequence[int] = (),
     taken: Taken | None = None,
@@ -101,7 +102,7 @@ def _platform(rows, outer):
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _grouped(rows, taken, weights, sizes, platform, lying):
     told = zip(weights, _each(lying, weights), strict=True)
-    return tuple(platform.multiply(rows, w, sizes, **how, **_gathered(taken)) for w, how in told)
+    return tuple(platform.multiply(rows, read(w), sizes, **how, **_gathered(taken)) for w, how in told)
 
 
 def _each(lying, weights) -> list[dict[str, int]]:
@@ -125,16 +126,17 @@ def _where_taken(kernel, taken, *given, **how):
 
 def _forward(rows, taken, weights, sizes, platform, lying):
     # Calls `_grouped`: a kernel by itself would be computed again by JAX even where nothing reads it.
+    weights = tuple(map(kept, weights))
     return _grouped(rows, taken, weights, sizes, platform, lying), (rows, taken, weights, sizes)
 
 
-def _backward(platform, lying, kept, d):
-    rows, taken, weights, sizes = kept
+def _backward(platform, lying, found, d):
+    rows, taken, weights, sizes = found
     told = {"outer": lying} if lying else {}
-    d_rows = _where_taken(platform.rows_gradient, taken, d, weights, sizes, **told)
+    d_rows = _where_taken(platform.rows_gradient, taken, d, tuple(map(read, weights)), sizes, **told)
     products = zip(d, weights, _each(lying, weights), strict=True)
     of_weights = (
-        platform.weights_gradient(rows, x, sizes, w.dtype, **how, **_gathered(taken)) for x, w, how in products
+        gradient_of(w, platform.weights_gradient, rows, x, sizes, **how, **_gathered(taken)) for x, w, how in products
     )
     return d_rows, None, tuple(of_weights), None
 

@@ -23,9 +23,10 @@ from trellis.nn.initializers import constant
 from trellis.nn.moe.config import EXPERT_WEIGHTS, Dispatch, Way
 from trellis.nn.moe.dispatch import as_returned, as_sent
 from trellis.nn.moe.exchange import ExpertsError, exchange_each, gather_experts
+from trellis.nn.moe.gradients import Apart, gradient_only, rows_to_fill
 from trellis.nn.moe.grouped import activates, gathers, grouped_sums
 from trellis.nn.moe.hierarchical import hierarchical_each, parts_met
-from trellis.nn.moe.narrow import Held, gradient_only, grouped_each, held, narrow_weights, unmarked
+from trellis.nn.moe.narrow import Held, grouped_each, held, narrow_weights, unmarked
 from trellis.nn.moe.once import once
 from trellis.nn.moe.routing import Choices
 from trellis.nn.moe.rows import local_experts
@@ -221,17 +222,19 @@ def _mixed(
     gate, up = (w.transpose(("experts", "embed", "mlp")) for w in (gate, up))
     down = down.transpose(("experts", "mlp", "embed"))
     added = () if biases is None else tuple(b.transpose(("experts", "mlp")) for b in (biases.gate, biases.up))
-    biased, tokens_end = len(added), len(of_tokens)
+    tokens_end, added_end = len(of_tokens), len(added)
+    narrow_end = added_end + 2 * sum(kind is not None for kind in kinds)
     mesh = jax.typeof(first.array).sharding.mesh
     devices = math.prod(mesh.shape[a] for a in places.experts) if places.experts else 1
     ragged = chosen == "ragged" or (chosen == "hierarchical" and platform_of(first.array) in RAGGED)
 
-    def body(outer, *given):
+    def body(outer, longer, *given):
         used = places.batch + places.pos + places.experts + places.mlp
         given = [vary(a, used) for a in given]
-        of_tokens, (gate, up, down, *others) = given[:tokens_end], given[tokens_end:]
-        added, rounded = others[:biased], others[biased:]
-        gate, up, down = held((gate, up, down), kinds, rounded)
+        of_tokens, weights, others = given[:tokens_end], given[tokens_end:][:3], given[tokens_end + 3 :]
+        added, rounded, rooms = others[:added_end], others[added_end:narrow_end], iter(others[narrow_end:])
+        weights = [Apart(w, next(rooms), longer[n]) if n in longer else w for n, w in enumerate(weights)]
+        gate, up, down = held(weights, kinds, rounded)
         rows = [a.reshape(-1, a.shape[-1]) for a in of_tokens]
         parts = list(zip(rows[::3], rows[1::3], rows[2::3], strict=True))
         in_words = dispatch is not None and bool(places.shared)  # which are kept, instead of what they stand for
@@ -269,7 +272,7 @@ def _mixed(
         refuse_slices(arrays, ("choices", "embed", "experts", "mlp"), "mix")
         own = [a.array for a in (*arrays, *narrow)]
         over = varying_axes(*own)  # so that JAX sums the gradients of weights, of which each has its tokens' share
-        made = body((), *(vary(a, over) for a in own))
+        made = body((), {}, *(vary(a, over) for a in own))
         return [x.with_array(out) for x, out in zip(of_tokens[::3], made, strict=True)]
     if mapped_over():
         raise _mapped(chosen)
@@ -280,7 +283,6 @@ def _mixed(
     slices = [tokens] * tokens_end + of_weights + [(places.experts, places.mlp)] * len(added) + of_narrow
     others = frozenset(places.batch + places.pos) - frozenset(places.experts + places.mlp)
     copied = [summed] * tokens_end + [others] * (3 + len(added)) + [frozenset()] * len(narrow)
-    marked = [tokens_end + n for n, kind in enumerate(kinds) if kind is not None]  # only their narrow numbers move
     on_tpu = platform_of(first.array) == "tpu"
 
     def brought(a, slices, copied):
@@ -291,14 +293,24 @@ def _mixed(
         with laid_out_anew(slower):
             return save(out, EXPERT_WEIGHTS, if_named=True)
 
+    # Of a narrow weight only the numbers move. Where more rows are better summed, a weight's gradient goes its own way.
+    marked = [n for n, kind in enumerate(kinds) if kind is not None]
+    filled = {n: rows_to_fill(w.array, of_weights[n]) for n, w in enumerate((gate, up, down)) if n not in marked}
+    longer = {n: rows for n, rows in filled.items() if rows > (gate, up, down)[n].array.shape[1]}
+
+    def only_gradient(n, rows=None):
+        w = (gate, up, down)[n]
+        return gradient_only(w.array, w.names, of_weights[n], others, rows or w.array.shape[1])
+
     moved = [
-        gradient_only(a.array, a.names, *where) if n in marked else brought(a, *where)
-        for n, (a, *where) in enumerate(zip((*arrays, *narrow), slices, copied, strict=True))
+        only_gradient(n) if n in marked else brought(_fixed(a) if n in longer else a, *where)
+        for n, (a, *where) in enumerate(zip((*arrays, *narrow), slices, copied, strict=True), -tokens_end)
     ]
     outer = [_gathered(*pair)[0] for pair in zip((gate, up, down), moved[tokens_end:])]
+    moved += [only_gradient(*each) for each in longer.items()]
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
     mix = by_device(
-        lambda *a: [mark_pending(out, places.partial) for out in body(outer, *a)],
+        lambda *a: [mark_pending(out, places.partial) for out in body(outer, longer, *a)],
         mesh=mesh,
         in_specs=specs,
         out_specs=[spec_of(tokens, summed)] * len(given),
@@ -320,6 +332,11 @@ def _mapped(way: str) -> ExpertsError:
         fix="use the dense way, or tr.map instead of vmap, or remove the layers from the layout's compute (the "
         "trainer can run mixtures in a pipeline)",
     )
+
+
+def _fixed(w: NamedArray) -> NamedArray:
+    """A weight without a gradient."""
+    return w.with_array(jax.lax.stop_gradient(w.array))
 
 
 def _gathered(before: NamedArray, after: jax.Array) -> tuple[int, int]:

@@ -111,7 +111,13 @@ def _product(group, place, begins, ends, *given, tile: int, parts: tuple[int, ..
 
 
 def weights_gradient(
-    rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, interpret: bool = False
+    rows: jax.Array,
+    d: jax.Array,
+    sizes: jax.Array,
+    dtype: jnp.dtype,
+    *,
+    down_to: int | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """For each group, the products of its rows with their gradients, summed: `groups in out`; zeros for an empty one.
 
@@ -120,12 +126,13 @@ def weights_gradient(
         d: `rows out`.
         sizes: `i32["groups"]`.
         dtype: of the result; sums are float32.
+        down_to: how many rows of a group the result has room for, if more than `in`: any numbers after those.
         interpret: runs the kernel on any backend, slowly.
     """
     (count, inner), columns, groups = rows.shape, d.shape[1], sizes.shape[0]
     tile, down, across = _rows_of_a_tile(count, groups), side_of(inner, DOWN), side_of(columns, ACROSS)
     visits, *tables = visits_of(sizes, count, tile)
-    shape, given = shaped((groups, inner, columns), dtype, *tables, rows, d)
+    shape, given = shaped((groups, down_to or inner, columns), dtype, *tables, rows, d)
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=4,
         in_specs=[

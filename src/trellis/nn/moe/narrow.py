@@ -16,10 +16,8 @@ from jax import lax
 from trellis.mesh.manual.ops import varying_axes
 from trellis.named import NamedArray, NamesError
 from trellis.named.narrow import TYPES, Kind, Narrow, not_again, rounded, with_one_scale
-from trellis.named.placing import move
 from trellis.nn.moe.grouped import grouped_matmul, grouped_products
 from trellis.nn.moe.rows import Taken
-from trellis.notation import spec_of
 
 Kinds = tuple[Kind | None, ...]
 
@@ -61,26 +59,6 @@ def narrow_weights(weights: Sequence[NamedArray], kinds: Kinds) -> list[NamedArr
             values, scale, *_ = rounded(weight.array, kind, ())
             found += [NamedArray(values, weight.names), NamedArray(scale, ())]
     return found
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gradient_only(weight: jax.Array, names: tuple[str, ...], axes: tuple, copied: frozenset[str]) -> jax.Array:
-    """Zeros in place of a weight that is moved. Their gradient comes back as the weight's own would, and nothing else
-    moves."""
-    zeros = lax.broadcast_in_dim(jnp.zeros((), weight.dtype), weight.shape, (), out_sharding=spec_of(axes))
-    return move(NamedArray(zeros, names), axes, copied).array
-
-
-def _gradient_only_forward(weight, names, axes, copied):
-    return gradient_only(weight, names, axes, copied), weight
-
-
-def _gradient_only_backward(names, axes, copied, weight, d):
-    _, pull = jax.vjp(lambda w: move(NamedArray(w, names), axes, copied).array, weight)  # nothing reads what is moved
-    return pull(d)
-
-
-gradient_only.defvjp(_gradient_only_forward, _gradient_only_backward)
 
 
 def held(weights: Sequence[jax.Array], kinds: Kinds, narrow: Sequence[jax.Array]) -> list[jax.Array | Held]:

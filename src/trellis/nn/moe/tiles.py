@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from trellis.mesh.manual.ops import vary, varying_axes
 
-LANES = 128  # numbers in a row of a TPU's tile
+ROWS, LANES = 8, 128  # of a TPU's tile, and numbers in one
 # How much longer than a streaming copy libtpu takes to lay out again slices that come together along the last dimension
 # and do not end with a tile, and along the one before. By its cycles for GPT-OSS and Qwen3 on v5p and v6e.
 ACROSS_LANES, ACROSS_ROWS = 4.6, 2.5
@@ -63,7 +63,7 @@ def slower_than_a_copy(shape: tuple[int, ...], gathered: int, ways: int, itemsiz
     (0.0, 4.6)
     """
     last = len(shape) - 1
-    rows = 8 * 4 // itemsize  # of a tile
+    rows = ROWS * 4 // itemsize  # of a tile
     for dimension, fills, slower in ((last, LANES, ACROSS_LANES), (last - 1, rows, ACROSS_ROWS)):
         if gathered == dimension:
             return slower if shape[gathered] // ways % fills else 0.0
