@@ -49,8 +49,14 @@ class Way:
 
 
 def changes(run: Run) -> Iterator[tuple[str, Run]]:
-    """Changes that lower memory, the cheapest first: one option, then two."""
+    """Changes that lower memory, the cheapest first: one option, then two.
+
+    A loop over layers keeps everything that the backward pass reads, also what a fusion would make anew as it reads it.
+    Layers that are written out keep less of it, and take no longer, except to compile.
+    """
     policy, names = run.remat.policy, run.remat.names
+    if policy == "none" and run.scan_layers is not False and run.mesh.stage == 1:
+        yield "--scan_layers false", dataclasses.replace(run, scan_layers=False)
     stronger = POLICIES[POLICIES.index(policy) + 1 :] if policy in POLICIES else ()
     none = " --remat.names ''" if names else ""  # names go with the policy that they were written for
     remats = [(f"--remat.policy {name}{none}", _with_policy(run, name)) for name in stronger]
@@ -116,13 +122,13 @@ def ways_to_fit(
 def least(plan: Plan, run: Run, changed: Run) -> float:
     """Bytes below which a changed run cannot be on a device: its state, and its share of everything else.
 
-    With another recomputation anything that was computed may go. Microbatches keep parameters gathered and a float32
-    sum of gradients for the whole step, unless gradients are settled once a part.
+    With another recomputation, or without a loop over layers, anything that was computed may go. Microbatches keep
+    parameters gathered and a float32 sum of gradients for the whole step, unless gradients are settled once a part.
     """
     state = plan.memory.bytes_of("parameters", "optimizer")
     rows = lambda r: max(b.size for b in r.batch_sizes()) / r.parts
     other = (plan.memory.peak - state) * rows(changed) / rows(run)
-    if changed.remat != run.remat:
+    if (changed.remat, changed.scan_layers) != (run.remat, run.scan_layers):
         other -= plan.memory.bytes_of("activations", "temporaries") * rows(changed) / rows(run)
     if changed.parts > run.parts and run.accumulation == "pending":
         slices = math.prod(plan.mesh.get(axis, 1) for axis in ("model", "stage", "expert", "expert_y"))
