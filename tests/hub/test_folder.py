@@ -299,6 +299,9 @@ def test_refused_folders(good, tmp_path):
     refused(f"A weight file must be complete.\n  seen:  {len(data) + 4} of {len(data)} bytes")
     weights.write_bytes(b"PK\x03\x04 a pickle, for instance")
     refused("A weight file must be in the safetensors format.")
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2948\n")
+    fix = refused("A weight file must be in the safetensors format.\n  seen:  a pointer of Git LFS to the file")
+    assert fix == "get the file itself: run `git lfs pull` in its folder"
     weights.unlink()
     refused("Weights must be in safetensors: pickles are never read.")
     for contents in ("{", "[]", "null"):

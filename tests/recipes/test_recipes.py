@@ -16,6 +16,7 @@ from trellis.plan.search import search
 from trellis.recipes import RECIPES, hardware_of, load_run, starter, tiny
 from trellis.recipes.load import load
 from trellis.run.config import Run
+from trellis.run.folder import open_run
 from trellis.run.run_file import read_run, to_yaml, write_run
 from trellis.run.schema import build
 
@@ -118,6 +119,11 @@ def test_a_folder_of_texts_is_tokenized_first(tmp_path):
     with pytest.raises(UserError) as error:
         load_run(str(tmp_path))
     assert error.value.fix == f"tokenize text first: trellis tokenize {tmp_path} --out stores/mine --train-bpe 512"
+    (tmp_path / "config.json").write_text("{}")  # no texts, but a model of Hugging Face
+    for use in (load_run, lambda folder: open_run(Path(folder))):
+        with pytest.raises(UserError) as error:
+            use(str(tmp_path))
+        assert error.value.fix == f"import its model: trellis import {tmp_path}"
     copy = tmp_path / "checkpoints" / "step-00000004" / "run.yaml"
     copy.parent.mkdir(parents=True)
     write_run(tiny(), copy)

@@ -24,6 +24,7 @@ DTYPES = {
 }  # fmt: skip
 # The types in which a model's weights may be stored.
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
+_POINTER = b"version "  # that a file of Git LFS begins with, where what it stands for was not fetched
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
@@ -52,6 +53,8 @@ class TensorFile:
         except (ValueError, KeyError, AttributeError, TypeError):
             wrong = f"a header of {length} bytes that cannot be read"
         fix = "download or export it again"
+        if start == _POINTER:
+            wrong, fix = "a pointer of Git LFS to the file", "get the file itself: run `git lfs pull` in its folder"
         if wrong:
             raise UserError("A weight file must be in the safetensors format.", seen=wrong, where=str(path), fix=fix)
         self._begin = 8 + length

@@ -14,6 +14,7 @@ from trellis.errors import UserError, did_you_mean
 from trellis.files import load_yaml, typed, yaml_problem
 from trellis.models import FAMILIES
 from trellis.run.config import Run
+from trellis.run.folder import to_import
 from trellis.run.layouts import AXES
 from trellis.run.overrides import named_in, resolve
 from trellis.run.schema import fields_of
@@ -91,7 +92,8 @@ def load(target: str, options: Mapping[str, str]) -> Loaded:
         path = run_file(target)
         if path.suffix not in (".yaml", ".yml"):
             texts = f"tokenize text first: trellis tokenize {target} --out stores/mine --train-bpe 512"
-            fix = (_from_checkpoint(path) or _around(path) or texts) if path.is_dir() else did_you_mean(target, RECIPES)
+            known = _from_checkpoint(path) or to_import(path) or _around(path)
+            fix = known or texts if path.is_dir() else did_you_mean(target, RECIPES)
             rule = "A run must be a recipe, a YAML file or a run's folder."
             raise UserError(rule, seen=f"`{target}`", where="the first argument", fix=fix)
         patch = read_yaml(path)

@@ -337,6 +337,11 @@ def was_left(folder: Path) -> bool:
         return False
 
 
+def to_import(folder: Path) -> str:
+    """How to make a run of a Hugging Face folder; "" if it is none."""
+    return f"import its model: trellis import {typed(folder)}" if (folder / "config.json").is_file() else ""
+
+
 def open_run(folder: Path) -> Run:
     """The run of a folder.
 
@@ -350,7 +355,7 @@ def open_run(folder: Path) -> Run:
             "A run's folder must contain run.yaml.",
             seen="no run.yaml" if folder.is_dir() else "no such folder",
             where=str(folder),
-            fix="name the folder that `trellis train --run-dir` was given, or one in runs/",
+            fix=to_import(folder) or "name the folder that `trellis train --run-dir` was given, or one in runs/",
         )
     return with_own_tokenizer(read_run(path), folder)
 
