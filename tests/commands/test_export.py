@@ -17,6 +17,7 @@ from trellis.checkpoints.room import NoRoom
 from trellis.commands import export
 from trellis.commands.line import main
 from trellis.data import byte_tokenizer
+from trellis.data.tokenizer import END_OF_DOCUMENT
 from trellis.errors import UserError
 from trellis.hub.folder import write_tokenizer
 from trellis.models import LlamaConfig, YarnScaling
@@ -205,6 +206,34 @@ def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, c
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
     assert not (tmp_path / "back" / "tokenizer.json").exists()
+
+
+def test_what_is_advised_where_the_model_is_given(run_folder, tmp_path, capsys):
+    """No other sizes of it, and text of its own tokenizer."""
+    hf, run = tmp_path / "hf", str(tmp_path / "run")
+    main(["export", str(run_folder), "--to", str(hf), "--dtype", "float32"])
+    length, mesh = ["--data.sequence_length", "258"], ["--devices", "3", "--mesh.data", "1", "--mesh.model", "3"]
+    there = refused(capsys, "import", str(hf), "--to", run, *length, *mesh)
+    assert "model.heads=2 over model=3" in there
+    assert "fix:   use --mesh sizes or a number of devices that divide it\n" in there
+    fewer = json.loads((hf / "tokenizer.json").read_text())
+    (hf / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1")
+    assert "A tokenizer must be a tokenizer.json" in refused(capsys, "import", str(hf), "--to", run)
+    fewer["model"]["vocab"] = {text: i for text, i in fewer["model"]["vocab"].items() if i < 255} | {
+        END_OF_DOCUMENT: 255
+    }
+    fewer["added_tokens"][0]["id"] = 255
+    (hf / "tokenizer.json").write_text(json.dumps(fewer))
+    for vocab, theirs in ((257, "'s tokenizer 256"), (4096, " 257")):
+        shutil.rmtree(run, ignore_errors=True)
+        words = ["--devices", "1", "--data.source.vocab", str(vocab), *length]
+        assert main(["import", str(hf), "--to", run, *words]) == 0
+        ours = f"no text: that of the recipe has {vocab:,} token ids, and the model{theirs}\n"
+        assert f"{ours}to train or evaluate it, import with --data.source store" in capsys.readouterr().out
+    assert "fix:   use --mesh sizes or a number" in refused(capsys, "train", run, *mesh)
+    for command in ("train", "evaluate"):
+        there = refused(capsys, command, run)
+        assert f"fix:   tokenize text with the model's tokenizer: trellis tokenize TEXTS --tokenizer {run}/tok" in there
 
 
 def test_an_import_that_was_cut_off_is_made_again(run_folder, tmp_path, capsys, monkeypatch):

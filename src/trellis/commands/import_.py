@@ -1,7 +1,6 @@
 """`trellis import`: a Hugging Face folder to a run."""
 
 import argparse
-import contextlib
 import dataclasses
 import shutil
 from pathlib import Path
@@ -22,17 +21,18 @@ def execute(args: argparse.Namespace) -> int:
     import jax
 
     from trellis.checkpoints.checkpoints import Checkpoints
-    from trellis.data import load_tokenizer
     from trellis.hub import Folder, copy_tokenizer
     from trellis.models import FAMILIES
     from trellis.run.data import EmbeddedSource
     from trellis.run.folder import IMPORTED, TOKENIZER, alone, claim, new_folder
+    from trellis.run.on_mesh import as_the_model_is
     from trellis.train.assemble import assemble
     from trellis.train.devices import find_devices
 
     source = Folder(args.source, FAMILIES)
     whole = (source.path / "tokenizer.json").is_file()
     _check_options(args, whole)
+    tokenizer = _tokenizer_in(source.path) if whole else None
     name = args.run.name if "name" in args.given else source.path.resolve().name
     run = dataclasses.replace(args.run, name=name, model=source.config)
     folder = Path(args.to) if args.to else new_folder(run)
@@ -42,7 +42,8 @@ def execute(args: argparse.Namespace) -> int:
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=str(theirs.resolve())))
     devices = find_devices(run)
     _check_free(folder)
-    assembled = assemble(run, devices)
+    with as_the_model_is():
+        assembled = assemble(run, devices)
     state = _first_state(assembled, source)
     with alone(folder):
         _check_free(folder)
@@ -63,18 +64,34 @@ def execute(args: argparse.Namespace) -> int:
         print(f"left out {source.left_out} tensors of layers that predict tokens after the next one")
     if unknown and not whole:
         print(f"no tokenizer: there is no tokenizer.json; put the model's own in {theirs}")
-    with contextlib.suppress(UserError):  # it may have no end of a document; only texts need one
-        tokenizer = load_tokenizer(str(theirs)) if whole else None
-        if tokenizer is not None and (size := tokenizer.vocab_size) > run.model.vocab:
-            print(f"the tokenizer has {size:,} token ids, and the model {run.model.vocab:,}: text with more is refused")
-        if tokenizer is not None and tokenizer.around:
-            names = " and ".join(tokenizer.around)
-            print(f"texts here are without the {names} that `transformers` puts around them: write it in a prompt")
+    size = 0 if tokenizer is None else tokenizer.vocab_size
+    if size > run.model.vocab:
+        print(f"the tokenizer has {size:,} token ids, and the model {run.model.vocab:,}: text with more is refused")
+    if tokenizer is not None and tokenizer.around:
+        names = " and ".join(tokenizer.around)
+        print(f"texts here are without the {names} that `transformers` puts around them: write it in a prompt")
     ids = getattr(run.data.source, "vocab", 0)
     if ids > run.model.vocab:
         print(f"no text: that of the recipe has {ids:,} token ids, and the model {run.model.vocab:,}")
-        print("to train or evaluate it, import with --data.source store --data.source.path STORE")
+    elif ids and tokenizer is not None and ids != size:
+        print(f"no text: that of the recipe has {ids:,} token ids, and the model's tokenizer {size:,}")
+    else:
+        return 0
+    print("to train or evaluate it, import with --data.source store --data.source.path STORE")
     return 0
+
+
+def _tokenizer_in(folder: Path) -> Any:
+    """A folder's tokenizer; None if it has no token that ends a document, which only texts need."""
+    from trellis.data import load_tokenizer
+    from trellis.data.tokenizer import NO_END
+
+    try:
+        return load_tokenizer(str(folder))
+    except UserError as error:
+        if error.rule != NO_END:
+            raise
+        return None
 
 
 def _check_free(folder: Path) -> None:

@@ -217,7 +217,9 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.inspect.ledger import ledger_of
     from trellis.inspect.memory import memory_of
     from trellis.models.generate import Sampling, sample
+    from trellis.run.folder import has_begun
     from trellis.run.lengths import as_of_phase
+    from trellis.run.on_mesh import as_the_model_is
     from trellis.train.assemble import assemble
     from trellis.train.checks import check_guard, check_marks, check_state, check_step
     from trellis.train.corpus import check_lasts, open_corpus
@@ -232,7 +234,8 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.train.summary import describe, ledger_sums, lengths, sections, step_program
     from trellis.train.together import check_text
 
-    assembled = assemble(run, devices)
+    with as_the_model_is(has_begun(folder)):
+        assembled = assemble(run, devices)
     check_state(assembled)
     corpus = open_corpus(run, progress=is_first())
     check_lasts(run, corpus)

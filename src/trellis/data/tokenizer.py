@@ -14,6 +14,7 @@ from trellis.errors import UserError
 END_OF_DOCUMENT = "<|endoftext|>"
 # Spaces and characters that tokenizers are known to drop, to write as others, or not to know.
 _SAMPLE = " Two  spaces,\tnaïve cafés: ﬁ Ｗ ™ ☃ 中文 😀\n "
+NO_END = "A tokenizer must have an end-of-document token."
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[SEP]")
 
 
@@ -62,7 +63,7 @@ class Tokenizer:
             if self._inner.token_to_id(text) is not None:
                 return text
         raise UserError(
-            "A tokenizer must have an end-of-document token.",
+            NO_END,
             seen=f"no {wanted}" if wanted else "none of " + " ".join(_END_NAMES),
             where=where,
             fix="name one with --end-of-document",

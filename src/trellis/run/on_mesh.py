@@ -1,8 +1,9 @@
 """Checks of a run on its mesh, before anything is traced: what is sliced, and what the slices have to do."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 from trellis.errors import UserError
 from trellis.mesh import Layout
@@ -57,6 +58,18 @@ def _check_batch(run: Run, layout: Layout) -> None:
     _, axes = layout.assign(("batch", "pos"))
     positions = {axis: layout.mesh.shape[axis] for axis in axes}
     _check_divides(rule, "data.sequence_length", run.data.sequence_length, positions)
+
+
+@contextlib.contextmanager
+def as_the_model_is(given: bool = True) -> Generator[None]:
+    """Errors within advise no other sizes of a model that is `given`: that of an import, or of a run that has begun."""
+    try:
+        yield
+    except UserError as error:
+        if not (given and "--model." in error.fix):
+            raise
+        fix = "use --mesh sizes or a number of devices that divide it"
+        raise UserError(error.rule, seen=error.seen, where=error.where, fix=fix) from None
 
 
 def batch_parts(run: Run, layout: Layout) -> dict[str, int]:

@@ -15,6 +15,7 @@ from trellis.data import (
 )
 from trellis.data.order.order import Shuffle
 from trellis.errors import UserError
+from trellis.files import typed
 from trellis.run.config import Run
 from trellis.run.data import EmbeddedSource, MixtureSource, StoreSource
 from trellis.train.evaluation import ValidationSet
@@ -78,7 +79,7 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
         tokenizer = named  # if it is the same, the store knows which of its tokens ends a document
     for store in [*stores, *held_out.values()]:
         if tokenizer is not None and _tokenizer_of(store) is not None:
-            check_tokenizer(store, tokenizer)
+            check_tokenizer(store, tokenizer, _fix_of_text(run))
         check_vocabulary(store, run.model.vocab)
         _check_counts(store)
     end = None if tokenizer is None else tokenizer.end_of_document
@@ -143,7 +144,8 @@ def _stores(run: Run, progress: bool) -> tuple[TokenStore | Mixture, dict[str, T
                     "The model's vocabulary must include every token of the text.",
                     seen=f"vocab={vocab} of the text, vocab={run.model.vocab} of the model",
                     where="data.source.vocab",
-                    fix=f"use --model.vocab {vocab} or more, or --data.source.vocab {run.model.vocab} or less",
+                    fix=_fix_of_text(run)
+                    or f"use --model.vocab {vocab} or more, or --data.source.vocab {run.model.vocab} or less",
                 )
             found = embedded_stores(vocab_size=vocab, progress=progress)
             return found["train"], {"validation": found["validation"]}
@@ -153,6 +155,17 @@ def _stores(run: Run, progress: bool) -> tuple[TokenStore | Mixture, dict[str, T
             stores = {part.name: open_store(part.path) for part in parts}
             held_out = {part.name: open_store(part.validation) for part in parts if part.validation}
             return _mixture(source, stores, held_out), held_out
+
+
+def _fix_of_text(run: Run) -> str | None:
+    """What to do if a run that names a tokenizer, as an import does, reads the embedded text, which has its own."""
+    if run.data.tokenizer is None or not isinstance(run.data.source, EmbeddedSource):
+        return None
+    words = f"trellis tokenize TEXTS --tokenizer {typed(run.data.tokenizer)} --out STORE"
+    return (
+        f"tokenize text with the model's tokenizer: {words}; then import or begin anew with --data.source store "
+        "--data.source.path STORE"
+    )
 
 
 def _mixture(config: MixtureSource, stores: dict, held_out: dict) -> Mixture:

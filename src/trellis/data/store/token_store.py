@@ -120,12 +120,12 @@ def check_vocabulary(store: TokenStore, vocab_size: int) -> None:
         )
 
 
-def check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
-    """Refuses a store that another tokenizer made."""
+def check_tokenizer(store: TokenStore, tokenizer: Tokenizer, fix: str | None = None) -> None:
+    """Refuses a store that another tokenizer made; `fix` says what to do instead, if not to tokenize it again."""
     if store.tokenizer().sha256 != tokenizer.sha256:
         raise UserError(
             "A run's data and its model must use the same tokenizer.",
             seen=f"sha256 {store.tokenizer().sha256[:16]} in the store, {tokenizer.sha256[:16]} expected",
             where=store.url,
-            fix="tokenize the corpus with the model's tokenizer",
+            fix=fix or "tokenize the corpus with the model's tokenizer",
         )
