@@ -14,15 +14,37 @@ _CUT = frozenset("slice dynamic_slice split".split())
 # Stands before the name of a mesh axis along which a dimension differs without being sliced: `h d/y` joined is one
 # dimension, of which no device has a slice. Two that are joined alike may meet.
 JOINED = "*"
+# Stands before the name of a mesh axis whose parts were gathered out of their order (`order.py`).
+GATHERED = "^"
+
+Axes = tuple[str, ...]
+# For each dimension, the mesh axes that slice it, major to minor; none if nothing is known.
+Dims = tuple[Axes, ...]
 
 
-def slices_kept(operation: Operation, operands: list[tuple], shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
+def slices_kept(operation: Operation, operands: list[Dims], shape: tuple[int, ...]) -> Dims:
     """How a result of each device's own work is sliced, as far as this is known: no axes if it is not.
 
     Args:
         operands: for each operand, for each dimension, the mesh axes that slice it, or that are `JOINED` in it.
         shape: of one device's slice of the result.
     """
+    found = _kept(operation, operands, shape)
+    if not any(GATHERED in axis for dims in operands for axes in dims for axis in axes):
+        return found
+    # Parts out of order are so only together: of some of them, or sorted, nothing is known.
+    whole = {
+        (axes, size)
+        for value, dims in zip(operation.operands, operands)
+        for i, (axes, size) in enumerate(zip(dims, value.shape))
+        if operation.name != "sort" or i != operation.params["dimension"]
+    }
+    lost = lambda axes, size: any(GATHERED in axis for axis in axes) and (axes, size) not in whole
+    found = tuple(() if lost(axes, size) else axes for axes, size in zip(found, shape))
+    return _together(operation.operands[0].shape, shape, operands[0], found) if operation.name == "reshape" else found
+
+
+def _kept(operation: Operation, operands: list[Dims], shape: tuple[int, ...]) -> Dims:
     name = operation.name
     if name == "reshape":
         return _regrouped(operation.operands[0].shape, shape, operands[0])
@@ -105,7 +127,8 @@ def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> 
                 inner = [i for i, step in enumerate(strides) if after[i] != 1 and step < stride * size]
                 out[max((i for i in inner if strides[i] >= stride), default=inner[0])] += (axis,)
             elif size % (block * within) == 0:
-                sliced.setdefault((stride * within, stride * within * block), []).append(bare_axis(axis))
+                name = axis if axis.startswith(GATHERED) else bare_axis(axis)
+                sliced.setdefault((stride * within, stride * within * block), []).append(name)
     places = {
         block: next(i for i, stride in enumerate(strides) if after[i] != 1 and stride < block[1]) for block in sliced
     }
@@ -117,6 +140,23 @@ def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> 
             out[i] += tuple(_joined(axis, max(1, top // strides[i] // within), within) for axis in axes)
         elif not (i and after[i - 1] == 1):
             out[i] += tuple(axes)
+    return tuple(out)
+
+
+def _together(before: tuple[int, ...], after: tuple[int, ...], dims: Dims, found: Dims) -> Dims:
+    """What is known of a reshape's result, with that of parts that stood `apart` and are one dimension again."""
+    out = list(found)
+    for i in range(len(dims) - 1):
+        first, second = dims[i], dims[i + 1]
+        if (
+            len(first) == len(second) == 1
+            and first[0].startswith(_PARTS)
+            and second[0] == _REST + first[0][len(_PARTS) :]
+        ):
+            place = (math.prod(before[:i]), before[i] * before[i + 1])
+            for j, size in enumerate(after):
+                if (math.prod(after[:j]), size) == place:
+                    out[j] = tuple(filter(None, first[0].removeprefix(_PARTS).split("|")))
     return tuple(out)
 
 
@@ -137,13 +177,53 @@ def joined_of(axis: str) -> tuple[int, int] | None:
     return int(size), int(stride)
 
 
-def bare_axis(axis: str) -> str:
-    """The plain name of a mesh axis, `JOINED` or not.
+def gathered(axis: str, place: int, count: int) -> str:
+    """The text for a mesh axis of which a device has all `count` parts, in that place among others like it, from
+    outermost to innermost."""
+    return f"{GATHERED}{place}.{count}.{axis}"
 
-    >>> bare_axis("x"), bare_axis("*8.1.x")
-    ('x', 'x')
+
+# Stand before the mesh axes of a dimension that was gathered into two, its parts and what is in each.
+_PARTS, _REST = f"{GATHERED}parts ", f"{GATHERED}rest "
+
+
+def apart(axes: Axes) -> tuple[Axes, Axes]:
+    """The texts for a dimension that stands as two, its parts along some mesh axes and what is in each: what is known
+    of it once they are joined."""
+    text = "|".join(axes)
+    return (_PARTS + text,), (_REST + text,)
+
+
+def is_apart(axis: str) -> bool:
+    """Whether this is such a text, and no mesh axis."""
+    return axis.startswith((_PARTS, _REST))
+
+
+def is_gathered(axis: str) -> bool:
+    """Whether the parts along a mesh axis were gathered out of their order."""
+    return axis.startswith(GATHERED) and not is_apart(axis)
+
+
+def place_and_count(axis: str) -> tuple[int, int]:
+    """The place among a device's own parts, and their number, of an axis whose parts were gathered."""
+    place, count, _ = axis.removeprefix(GATHERED).split(".", 2)
+    return int(place), int(count)
+
+
+def bare_axis(axis: str) -> str:
+    """The plain name of a mesh axis, `JOINED`, `GATHERED` or not; empty for a text of dimensions that stand `apart`.
+
+    >>> bare_axis("x"), bare_axis("*8.1.x"), bare_axis("^0.2.x")
+    ('x', 'x', 'x')
     """
-    return axis.split(".", 2)[-1] if axis.startswith(JOINED) else axis
+    if is_apart(axis):
+        return ""
+    return axis.split(".", 2)[-1] if axis.startswith((JOINED, GATHERED)) else axis
+
+
+def plain_axes(axes: Axes) -> Axes:
+    """The plain names of the mesh axes that slice a dimension, without those whose parts were gathered."""
+    return tuple(bare_axis(axis) for axis in axes if not axis.startswith(GATHERED))
 
 
 def windows(operation: Operation) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from trellis.mesh.manual.refusals import none_manual, not_along, raise_in_notati
 from trellis.mesh.manual.reshard import TransitionError, check_slice
 from trellis.mesh.manual.rules import with_checked_rules
 from trellis.mesh.manual.single import trace_body
-from trellis.mesh.manual.slices import check_slices, joined_in, otherwise, sliced_as
+from trellis.mesh.manual.slices import check_slices, no_slice, otherwise, sliced_as
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.notation import (
     ArrayType,
@@ -425,10 +425,10 @@ class _Call:
         """Checks which dimensions of a result mesh axes slice, and in which order: JAX's type does not say it."""
         wanted = self.real(leaf.kind)
         if otherwise(dims, tuple(self.manual_only(dim.axes) for dim in wanted.dims)):
-            why = joined_in(wanted, dims)
+            why, fix = no_slice(wanted, dims)
             raise TypeMismatch(
                 f"a result must match its annotation, got a slice '{sliced_as(wanted, dims)}' for {leaf.kind}{why}, "
-                f"in {leaf.place}: reshard it{' before they are joined' if why else ''}, or correct the annotation"
+                f"in {leaf.place}: {fix or 'reshard it'}, or correct the annotation"
             )
 
     def check_same(self, leaf: Leaf, untold: frozenset[str]) -> None:

@@ -3,9 +3,10 @@
 A JAX type says along which mesh axes devices hold different values, not which dimension a mesh axis slices, nor which
 of two on one dimension is the major one: `a/x/y b`, `a/y/x b` and `a/y b/x` are one type. Annotations say it where
 values enter and leave, and the texts of `reshard` where they move. In between, this check follows it from operation to
-operation. What a collective of JAX's own does to slices is not known, and is not checked against anything.
+operation, JAX's own collectives among them. What is not known is not checked against anything.
 """
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,17 +19,25 @@ from trellis.mesh.manual.reshard import TransitionError
 from trellis.notation import Dim, Shape
 from trellis.notation.binding import Bindings, TypeMismatch
 from trellis.program.manual import COLLECTIVES, axes_over
+from trellis.program.order import collected, in_order, looks_up, order_text, out_of_order
 from trellis.program.reading import LEAVE, Body, Operation, Program, Value
 from trellis.program.scopes import transition_in
 from trellis.program.sizes import state_at
-from trellis.program.slices import JOINED, bare_axis, broadcasts, slices_kept, windows
+from trellis.program.slices import (
+    GATHERED,
+    JOINED,
+    Axes,
+    Dims,
+    bare_axis,
+    broadcasts,
+    is_apart,
+    plain_axes,
+    slices_kept,
+    windows,
+)
 
 # Operations whose operands do not meet element by element.
 _NOT_ELEMENTWISE = frozenset("dot_general ragged_dot_general sort gather triangular_solve conv_general_dilated".split())
-
-Axes = tuple[str, ...]
-# For each dimension, the mesh axes that slice it, major to minor; none if nothing is known.
-Dims = tuple[Axes, ...]
 
 
 def check_slices(
@@ -46,14 +55,13 @@ def check_slices(
         TypeMismatch: slices of two orders, or of two mesh axes, meet on one dimension, or a text says of a value what
             another text or an annotation says otherwise.
     """
-    check = _Check(bindings)
+    check = _Check(bindings, program)
     return check.body(program, given), check.untold
 
 
 def sliced_as(shape: Shape, dims: Dims) -> Shape:
     """A shape with its dimensions sliced differently, for messages."""
-    plain = lambda axes: tuple(bare_axis(axis) for axis in axes)
-    named = tuple(Dim(dim.name, plain(axes)) for dim, axes in zip(shape.dims, dims, strict=True))
+    named = tuple(Dim(dim.name, plain_axes(axes)) for dim, axes in zip(shape.dims, dims, strict=True))
     return Shape(named, shape.pending, shape.copied)
 
 
@@ -61,25 +69,39 @@ def otherwise(known: Dims, said: Dims) -> bool:
     """Whether a text has mesh axes slice other dimensions than they are known to slice, or in another order.
 
     JAX's types refuse other mesh axes. Nothing may be known of some of them, as after a product over a slice, and one
-    that slices two dimensions, as of a block of products, is in either of them.
+    that slices two dimensions, as of a block of products, is in either of them. What stands out of order is no slice.
     """
+    if len(known) == len(said) and known != said and any(map(out_of_order, known)):
+        return True
+    known, said = (tuple(tuple(a for a in axes if not is_apart(a)) for axes in dims) for dims in (known, said))
     counts = [Counter(bare_axis(a) for axes in dims for a in axes) for dims in (known, said)]
     alike = {axis for axis, count in counts[0].items() if counts[1][axis] == count}
     mine, its = (tuple(tuple(a for a in axes if bare_axis(a) in alike) for axes in dims) for dims in (known, said))
     return len(known) == len(said) and mine != its
 
 
-def joined_in(shape: Shape, dims: Dims) -> str:
-    """What a message adds if dimensions were joined and not the first alone is sliced."""
-    names = [dim.name for dim, axes in zip(shape.dims, dims, strict=True) if any(a.startswith(JOINED) for a in axes)]
-    if not names:
-        return ""
-    return f" ('{names[0]}' joins dimensions of which not only the first is sliced, so this is not a slice of it)"
+def no_slice(shape: Shape, dims: Dims) -> tuple[str, str]:
+    """What a message adds if dimensions were joined and not the first alone is sliced, or a dimension was gathered out
+    of order, and the fix; empty if neither."""
+    for dim, axes in zip(shape.dims, dims, strict=True):
+        if out_of_order(axes):
+            why = f" ('{dim.name}' was {order_text(axes)}, so its parts are not in their order)"
+            return why, gathered_right(axes)
+        if any(axis.startswith(JOINED) for axis in axes):
+            why = (
+                f" ('{dim.name}' joins dimensions of which not only the first is sliced, so this is not a slice of it)"
+            )
+            return why, "reshard it before they are joined"
+    return "", ""
+
+
+# An operand of an operation, and a dimension of it.
+Place = tuple[int, int]
 
 
 class _Check:
-    def __init__(self, bindings: Bindings):
-        self.bindings = bindings
+    def __init__(self, bindings: Bindings, program: Program):
+        self.bindings, self.program = bindings, program
         # JAX (0.10.2, 0.12.0) takes some values for the same on all devices that may differ: what a `sort` gives beside
         # its keys, as `argsort` does, if it was the same before; the results of a branch or a loop that each device
         # chooses, or repeats, for itself; and what a callback gives. Along which axes these, and what is made of them,
@@ -87,6 +109,11 @@ class _Check:
         self.untold: dict[Value, frozenset[str]] = {}
         # The mesh axes along which devices choose for themselves whether the operations of a body run.
         self.chosen: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def in_order(self) -> dict[Value, tuple[bool, ...]]:
+        """Of values anywhere in the program, which dimensions stand in the order of the whole array."""
+        return in_order(self.program)
 
     def differs(self, value: Value) -> frozenset[str]:
         return self.untold.get(value, frozenset())
@@ -97,7 +124,7 @@ class _Check:
         def of(value: Value) -> Dims:
             known = held.get(value, _unknown(value))
             along = varying(value) | self.differs(value)
-            return tuple(tuple(a for a in axes if bare_axis(a) in along) for axes in known)
+            return tuple(tuple(a for a in axes if a.startswith(GATHERED) or bare_axis(a) in along) for axes in known)
 
         for operation in body.operations:
             for inner, outer in (pair for mine in operation.bodies for pair in operation.entering(mine)):
@@ -159,7 +186,6 @@ class _Check:
                 )
 
     def operation(self, operation: Operation, operands: list[Dims]) -> list[Dims]:
-        unknown = [_unknown(value) for value in operation.results]
         if waits := sorted(self.chosen.intersection(axes_over(operation) if operation.name in COLLECTIVES else ())):
             raise TypeMismatch(
                 "a collective must run on all devices along its mesh axes or on none, got one over "
@@ -172,12 +198,10 @@ class _Check:
         if operation.bodies:
             return self.inner(operation, operands)
         if operation.name in COLLECTIVES:
-            over = set(axes_over(operation))
-            moved = any(over.intersection(map(bare_axis, axes)) for dims in operands for axes in dims)
-            # Around a ring of one mesh axis, slices keep their order.
-            if moved and not (operation.name == "ppermute" and len(over) == 1):
-                return unknown
-        for one, other in _meeting(operation, operands):
+            return collected(operation, operands, jax.sharding.get_abstract_mesh().shape)
+        for (i, own), (j, its) in _meeting(operation, operands):
+            one, other = (tuple(a for a in operands[at][dim] if not is_apart(a)) for at, dim in ((i, own), (j, its)))
+            self.refuse_out_of_order(operation, (one, other), (i, own), (j, its))
             common = [a for a in one if a in other]
             if one and other and (not common or common != [a for a in other if a in one]):
                 raise TypeMismatch(
@@ -185,13 +209,35 @@ class _Check:
                     f"{_over(other)}, in `{self.bindings.function}`{line_of(operation)}: reshard one of them"
                 )
         self.refuse_turned(operation, operands)
+        if axes := looks_up(operation, operands, self.program.inputs):
+            raise TypeMismatch(
+                "positions must be looked up in a dimension whose parts stand in their order, got one "
+                f"{order_text(axes)}, in `{self.bindings.function}`{line_of(operation)}: {gathered_right(axes)}"
+            )
         return [slices_kept(operation, operands, value.shape) for value in operation.results]
+
+    def refuse_out_of_order(self, operation: Operation, met: tuple[Axes, Axes], *places: tuple[int, int]) -> None:
+        """Refuses a dimension that was gathered out of order if it meets one that stands in order, or in another."""
+        odd = [out_of_order(axes) for axes in met]
+        if not any(odd) or met[0] == met[1]:
+            return
+
+        def known(axes: Axes, place: tuple[int, int]) -> bool:
+            value = operation.operands[place[0]]
+            return bool(axes) or self.in_order.get(value, (False,) * (place[1] + 1))[place[1]]
+
+        if all(map(known, met, places)):
+            axes = met[odd.index(True)]
+            raise TypeMismatch(
+                f"parts of a dimension that are combined must stand in one order, got one {order_text(axes)} and one "
+                f"in another order, in `{self.bindings.function}`{line_of(operation)}: {gathered_right(axes)}"
+            )
 
     def refuse_turned(self, operation: Operation, operands: list[Dims]) -> None:
         """Refuses arrays that meet element by element if a mesh axis slices different dimensions of them."""
         if operation.name in _NOT_ELEMENTWISE or not operation.results:
             return
-        named = [tuple(tuple(map(bare_axis, axes)) for axes in dims) for dims in operands]
+        named = [tuple(map(plain_axes, dims)) for dims in operands]
         alike = [dims for value, dims in zip(operation.operands, named) if value.shape == _shape(operation)]
         for one, other in itertools.combinations(alike, 2):
             for axis in {a for axes in one for a in axes}:
@@ -211,8 +257,8 @@ class _Check:
             inside = value.maker is not None and transition_in(value.maker.scope) == texts
             if "transpose(" not in operation.scope and not inside and otherwise(dims, before):
                 known = sliced_as(texts[0], dims)
-                why = joined_in(texts[0], dims)
-                fix = "reshard it before they are joined" if why else f"write '{known}', or reshard it from there"
+                why, fix = no_slice(texts[0], dims)
+                fix = fix or f"write '{known}', or reshard it from there"
                 raise TransitionError(
                     f"the left side of a text must describe the array, got a slice '{known}' for '{texts[0]}'{why}, "
                     f"in `{self.bindings.function}`{line_of(operation)}: {fix}"
@@ -282,31 +328,35 @@ class _Check:
         return more
 
     def refuse_other(self, one: Dims, other: Dims, rule: str, operation: Operation) -> None:
+        if unclear := [i for i, pair in enumerate(zip(one, other)) if () in pair and any(map(out_of_order, pair))]:
+            one, other = (tuple(() if i in unclear else axes for i, axes in enumerate(dims)) for dims in (one, other))
         if otherwise(one, other):
-            seen = " and ".join(" ".join("/".join(("_", *axes)) for axes in dims) for dims in (one, other))
+            seen = " and ".join(
+                " ".join("/".join(("_", *map(bare_axis, axes))) for axes in dims) for dims in (one, other)
+            )
             raise TypeMismatch(
                 f"{rule}, got {seen}, in `{self.bindings.function}`{line_of(operation)}: reshard one of them"
             )
 
 
-def _meeting(operation: Operation, operands: list[Dims]) -> Iterator[tuple[Axes, Axes]]:
-    """The slices of dimensions whose elements an operation brings together."""
+def _meeting(operation: Operation, operands: list[Dims]) -> Iterator[tuple[Place, Place]]:
+    """The dimensions whose elements an operation brings together."""
     if operation.name == "dot_general":
         contracted, batch = operation.params["dimension_numbers"]
         for left, right in (contracted, batch):
-            yield from ((operands[0][i], operands[1][j]) for i, j in zip(left, right))
+            yield from (((0, i), (1, j)) for i, j in zip(left, right))
         return
     if operation.name == "gather":  # rows are looked up by position: only those of one place meet the place's positions
         numbers = operation.params["dimension_numbers"]
         places = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-        yield from ((operands[0][i], operands[1][j]) for i, j in zip(*places))
+        yield from (((0, i), (1, j)) for i, j in zip(*places))
         return
     if operation.name.startswith("scatter"):
-        yield from ((operands[0][j], operands[2][i]) for i, j in windows(operation))
+        yield from (((0, j), (2, i)) for i, j in windows(operation))
         return
     if operation.name == "dynamic_update_slice":
         whole, update = (value.shape for value in operation.operands[:2])
-        yield from ((operands[0][i], operands[1][i]) for i in range(len(whole)) if whole[i] == update[i])
+        yield from (((0, i), (1, i)) for i in range(len(whole)) if whole[i] == update[i])
         return
     shapes = [value.shape for value in operation.operands]
     if operation.name in ("stack", "concatenate"):
@@ -316,9 +366,15 @@ def _meeting(operation: Operation, operands: list[Dims]) -> Iterator[tuple[Axes,
     else:
         met = ()
     for i, j in met:
-        for one, other, size, its in zip(operands[i], operands[j], shapes[i], shapes[j]):
+        for dim, (one, other, size, its) in enumerate(zip(operands[i], operands[j], shapes[i], shapes[j])):
             if size == its or set(one) & set(other):  # one row of a slice may be added to each of another
-                yield one, other
+                yield (i, dim), (j, dim)
+
+
+def gathered_right(axes: Axes) -> str:
+    """The fix for a dimension that was gathered out of order, for messages."""
+    whole = ", ".join(repr(bare_axis(axis)) for axis in axes)
+    return f"gather it over the last of its mesh axes first, or over ({whole}) at once"
 
 
 def _over(axes: Axes) -> str:
