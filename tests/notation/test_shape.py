@@ -87,6 +87,11 @@ def test_an_example():
             "slices it",
         ),
         ("a/", "'a/' is not a dimension, in 'a/'"),
+        (
+            "größe/x b",
+            "'größe/x' is not a dimension, in 'größe/x b': write a name or an integer, then '/mesh_axis' for each axis "
+            "that slices it; names are of the letters a to z and A to Z, digits and '_'",
+        ),
         ("4x", "'4x' is not a dimension, in '4x'"),
         ("a,b", "'a,b' is not a dimension, in 'a,b'"),
     ],

@@ -155,7 +155,8 @@ def parse(text: str) -> Shape:
             raise _fail(
                 text,
                 f"'{word}' is not a dimension",
-                "write a name or an integer, then '/mesh_axis' for each axis that slices it",
+                "write a name or an integer, then '/mesh_axis' for each axis that slices it"
+                + ("" if word.isascii() else "; names are of the letters a to z and A to Z, digits and '_'"),
             )
         dims.append(Dim(int(name) if name.isdigit() else name, tuple(axes)))
     shape = Shape(tuple(dims), tuple(sorted(pending)), tuple(sorted(copied)), ellipsis)
