@@ -364,6 +364,25 @@ def test_what_holds_no_values_is_refused(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
+def test_a_type_that_does_not_come_back_is_refused(tmp_path):
+    types = {"int64": np.int64(2**40), "float64": np.array([1e9]), "uint4": jnp.ones(4, "uint4"), "<U1": np.array("a")}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": np.int32(3)})
+        for said, leaf in types.items():
+            for call in (lambda state: checkpoints.save(2, state), checkpoints.restore):
+                with pytest.raises(UserError, match=f"stored in, and that JAX holds(.|\n)*seen:  {said}") as error:
+                    call({"w": leaf})
+                assert error.value.where == "w"
+        assert checkpoints.steps() == [1] and int(checkpoints.restore({"w": np.int32(0)}).state["w"]) == 3
+
+
+def test_a_folder_that_is_only_read_takes_no_checkpoint(tmp_path):
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        with pytest.raises(UserError, match="A folder that is only read takes no checkpoint"):
+            checkpoints.save(1, {"w": jnp.ones(8)})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_checkpoints_are_saved_in_the_order_of_their_steps(tmp_path):
     state = {"w": jnp.ones(8)}
     with Checkpoints(tmp_path) as checkpoints:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from trellis._compat import is_tracer
@@ -76,8 +77,8 @@ def check_content(found: Mapping[str, Entry], data: Mapping | None) -> None:
     """Refuses what neither Orbax nor the manifest can write.
 
     Raises:
-        UserError: there are no leaves, or a leaf without elements, that was donated or that is being traced, or data
-            that JSON does not take.
+        UserError: there are no leaves, or a leaf without elements, of a type that does not come back, that was donated
+            or that is being traced, or data that JSON does not take.
     """
     for name, entry in found.items():
         traced = is_tracer(entry.leaf)
@@ -88,6 +89,7 @@ def check_content(found: Mapping[str, Entry], data: Mapping | None) -> None:
                 where=shown(name),
                 fix="save outside of jax.jit" if traced else "save the state that the step returned",
             )
+        _check_type(name, entry)
     empty = [name for name, entry in found.items() if 0 in entry.shape]
     if empty or not found:
         raise UserError(
@@ -107,17 +109,40 @@ def check_content(found: Mapping[str, Entry], data: Mapping | None) -> None:
         ) from error
 
 
+def _check_type(name: str, entry: Entry) -> None:
+    """Refuses a type that a checkpoint does not store, or of which a restored array, which is JAX's, has fewer bits."""
+    import tensorstore
+
+    dtype = np.dtype(entry.leaf.dtype)
+    held = jax.dtypes.canonicalize_dtype(dtype)
+    try:
+        stored = dtype.isnative and tensorstore.dtype(dtype.name) is not None
+    except (TypeError, ValueError):
+        stored = False
+    if not stored or held != dtype:
+        raise UserError(
+            "An array of a checkpoint must have a type that it is stored in, and that JAX holds.",
+            seen=f"{dtype}, of which JAX holds {held}" if stored else f"{dtype}",
+            where=shown(name),
+            fix=f"make it an array of {held}, keep a number in `data`, or set jax_enable_x64"
+            if stored
+            else "save it in another type, or leave it out of the state",
+        )
+
+
 def check_places(wanted: Mapping[str, Entry]) -> None:
     """Refuses a target whose arrays have no concrete sharding, such as `jax.eval_shape` makes on a mesh.
 
     Raises:
-        UserError: names the first such entry, or one that its slices do not divide; or there is none.
+        UserError: names the first such entry, or one that its slices do not divide, or whose type JAX does not hold;
+            or there is none.
     """
     if not wanted:
         rule, fix = "The target of a restore must have leaves.", "pass the state to fill"
         raise UserError(rule, seen="a target without leaves", where="restore(...)", fix=fix)
     on_mesh = not jax.sharding.get_abstract_mesh().empty
     for name, entry in wanted.items():
+        _check_type(name, entry)
         sharding = getattr(entry.leaf, "sharding", None)
         nowhere = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
         if nowhere or (sharding is None and on_mesh and isinstance(entry.leaf, jax.ShapeDtypeStruct)):

@@ -181,9 +181,13 @@ class Checkpoints:
 
         Raises:
             UserError: something cannot be stored, such as an array without elements, or data that JSON does not take;
-                a checkpoint of a later step is there; or another `Checkpoints` is writing into the folder.
+                a checkpoint of a later step is there; the folder is only read, or another `Checkpoints` is writing
+                into it.
         """
         self.wait()
+        if self._read_only:
+            rule, fix = "A folder that is only read takes no checkpoint.", "open it without read_only, or use another"
+            raise UserError(rule, seen="read_only=True", where=str(self.folder), fix=fix)
         step, found = number_of(step), entries(state)
         check_content(found, data)
         folder = self.path(step)
