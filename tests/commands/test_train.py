@@ -12,6 +12,7 @@ import pytest
 
 from tests.train.small import trellis
 from trellis.commands import evaluate, line, train
+from trellis.errors import UserError
 from trellis.optim import Linear
 from trellis.recipes import tiny
 from trellis.run.folder import claim
@@ -22,6 +23,21 @@ from trellis.train.assemble import assemble
 from trellis.train.trackers import read_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def test_the_time_that_is_told_counts_the_validation_batches_that_there_are(run_file, tmp_path, capsys, monkeypatch):
+    feeds = []
+
+    def seen(assembled, feed, *_, **__):
+        feeds.append(feed)
+        raise UserError("It is seen.", seen="", where="", fix="")
+
+    monkeypatch.setattr("trellis.train.loop.train", seen)
+    for batches in (1, 10**6):
+        code, _, err = trellis(capsys, "train", run_file, "--run-dir", tmp_path / "a", "--evaluation.batches", batches)
+        assert code == 2 and "It is seen" in err
+    few, many = (feed.validation_batches for feed in feeds)
+    assert few == 1 and 1 < many < 100
 
 
 @pytest.mark.slow

@@ -65,6 +65,8 @@ def test_a_run_that_is_asked_to_samples_at_each_evaluation(tmp_path, mesh):
     train(*toy(mesh, run), tmp_path)
     samples = [(sample["step"], sample["text"]) for sample in read_lines(tmp_path / "samples.jsonl", str)]
     assert samples == [(step, f"a sample after {step} steps") for step in (5, 10, 12)]
+    train(*toy(mesh, run), tmp_path / "paused", until=5)
+    assert [sample["step"] for sample in read_lines(tmp_path / "paused" / "samples.jsonl", str)] == [5]
 
 
 def test_a_run_writes_its_folder(tmp_path, mesh):
@@ -302,10 +304,13 @@ def test_tokens_that_were_read_and_do_not_count_are_in_the_metrics_too(tmp_path,
     assert [line["step"] for line in lines if line["loss"] is None] == [8]
 
 
-def test_some_steps_in_a_row_may_be_skipped(tmp_path, mesh):
+def test_some_steps_in_a_row_may_be_skipped_and_the_first_is_told(tmp_path, mesh):
+    shown = io.StringIO()
     with pytest.raises(LossNotFinite, match=r"3 in a row \(allowed: 2\)") as error:
-        train(*toy(mesh, dataclasses.replace(EVERY, skip_nonfinite=2), spoil_at=7), tmp_path, progress=quiet())
+        run = dataclasses.replace(EVERY, skip_nonfinite=2)
+        train(*toy(mesh, run, spoil_at=7), tmp_path, progress=Progress(12, stream=shown))
     assert "at step 10" in error.value.seen
+    assert re.findall("skipped .*, ", shown.getvalue()) == ["skipped  step 8: loss nan, "]
     assert read_lines(tmp_path / "metrics.jsonl")[7]["loss"] is None
 
 

@@ -111,10 +111,12 @@ def test_a_run_tells_its_time_before_it_begins_and_again_where_that_was_wrong(
 ):
     monkeypatch.setattr("trellis.train.loop._WORTH_TELLING", 0.0)
     shown, mesh = io.StringIO(), mesh_of(2, 1)
-    run = run_of(12, evaluation=Evaluation(every=4, batches=3))
+    run = run_of(12, evaluation=Evaluation(every=4, batches=10**6))  # more than there are
     pace = expected and Pace(token_seconds=expected, basis="as was said" * measured, measured=measured)
     with jax.set_mesh(mesh):
-        outcome = train(*toy(mesh, run), tmp_path, pace=pace, progress=Progress(12, stream=shown))
+        assembled, feed = toy(mesh, run)
+        feed = dataclasses.replace(feed, validation_batches=3)
+        outcome = train(assembled, feed, tmp_path, pace=pace, progress=Progress(12, stream=shown))
     lines = [line for line in shown.getvalue().splitlines() if line.startswith("takes")]
     assert len(lines) == told and lines[-1].endswith("2 evaluations, as the first steps did")
     if not measured:

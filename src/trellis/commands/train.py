@@ -283,6 +283,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         tokens=None if corpus.all_count else corpus.batches.num_tokens,
         again=lambda step: sharded(corpus.batches, step, sharding),
         evaluate=evaluated if corpus.validation else None,
+        validation_batches=sum(chosen.num_batches for chosen in corpus.validation.values()),
         sample=None if corpus.tokenizer is None else sampled,
         text=text,
         check_text=lambda before: check_identities(before, text, {n: s.url for n, s in corpus.all_stores.items()}),

@@ -68,6 +68,7 @@ class Feed:
         again: reads the batch of step `n` once more, if a guard is to compare it with what the devices have.
         evaluate: from a state and the number of steps made to scalar arrays, still on the device, with
             `validation_loss` among them.
+        validation_batches: how many batches that reads.
         sample: from a state to a text.
         text: what is known about everything that is read, in plain values; checkpoints contain it.
         check_text: takes a checkpoint's `text`, and refuses to resume from one that does not fit.
@@ -77,6 +78,7 @@ class Feed:
     tokens: Callable[[int], int] | None = None
     again: Callable[[int], Any] | None = None
     evaluate: Callable[[Any, int], dict[str, jax.Array]] | None = None
+    validation_batches: int = 0
     sample: Callable[[Any], str] | None = None
     text: Mapping[str, Any] = field(default_factory=dict)
     check_text: Callable[[Mapping[str, Any]], None] = lambda before: None
@@ -301,7 +303,7 @@ class _Loop:
                 with self._watch.excused(f"evaluates after step {made}"):
                     self._drain.add(self._feed.evaluate(state, made))
                 self._timeline.add("evaluation", made)
-                if run.evaluation.sample and not last:
+                if run.evaluation.sample and made < run.steps and exit_code is None:
                     with self._watch.excused(f"samples after step {made}"):
                         self._sample(state, made)
                     self._drain.excuse()
@@ -393,9 +395,9 @@ class _Loop:
         rule, left = self._run.evaluation, range(start + 1, stop + 1)
         if self._pace is None or not left:
             return
-        evaluated = self._feed.evaluate is not None and rule.batches is not None
+        evaluated = self._feed.evaluate is not None
         times = sum(_due(step, rule.every) or step == self._run.steps for step in left) if evaluated else 0
-        batches = times * (rule.batches or 0)
+        batches = times * self._feed.validation_batches
         if self._pace.seconds(self._run, start, stop, batches) < _WORTH_TELLING:
             return
         if not self._pace.measured:
@@ -432,6 +434,8 @@ class _Loop:
         self._not_finite = 0 if finite else self._not_finite + 1
         if self._not_finite == 1 and record.first:
             self._first = f"; the first that was not finite: {record.first}, at step {record.step}"
+        if self._not_finite == 1 and self._run.skip_nonfinite:
+            self._note(f"skipped  step {record.step}: loss {loss:.4f}, gradient norm {norm:.4g}")
         if self._not_finite > self._run.skip_nonfinite:
             raise LossNotFinite(
                 "The loss and the gradient must be finite.",
