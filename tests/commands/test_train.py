@@ -40,6 +40,19 @@ def test_the_time_that_is_told_counts_the_validation_batches_that_there_are(run_
     assert few == 1 and 1 < many < 100
 
 
+def test_a_recipes_name_is_the_recipe_beside_a_folder_of_that_name_too(run_file, tmp_path, capsys, monkeypatch):
+    taken = []
+    monkeypatch.setattr(train, "train_run", lambda run, folder, *_, **__: taken.append((run.steps, folder)) or 0)
+    monkeypatch.chdir(tmp_path)
+    for words in ((run_file, "--run-dir", "tiny"), ("./tiny",), ("tiny", "--run-dir", "b"), ("tiny",)):
+        code, out, err = trellis(capsys, "train", *words, "--until", 0)
+        assert code == 0, err
+        assert f"train {tmp_path / 'tiny'}` resumes it" in out or taken[-1][1].name != "tiny"
+    (steps, other), new = taken[-2:]
+    assert taken[:2] == [(6, tmp_path / "tiny")] * 2 and (steps, str(other)) == (20, "b")
+    assert new[0] == 20 and new[1].parent.name == "runs"
+
+
 @pytest.mark.slow
 def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
     folder = tmp_path / "run"

@@ -36,6 +36,7 @@ def execute(args: argparse.Namespace) -> int:
     """`trellis train`."""
     from trellis.checkpoints.checkpoints import told_of_last_good
     from trellis.checkpoints.manifest import finished_steps
+    from trellis.recipes import RECIPES
     from trellis.run.folder import (
         check_run_folder,
         claim,
@@ -60,7 +61,8 @@ def execute(args: argparse.Namespace) -> int:
     several = run.distributed
     use_persistent_cache()
     initialize(coordinator=several.coordinator, processes=several.processes, process=several.process)
-    resumed = Path(args.recipe) if (Path(args.recipe) / "run.yaml").is_file() else None
+    of_folder = args.recipe not in RECIPES and (Path(args.recipe) / "run.yaml").is_file()
+    resumed = Path(args.recipe) if of_folder else None
     if args.run_dir or resumed:
         there = Path(args.run_dir or resumed)
         run = as_it_began(run if "data.tokenizer" in args.given else with_own_tokenizer(run, there), there)
@@ -80,6 +82,8 @@ def execute(args: argparse.Namespace) -> int:
             fix="mount the bucket (gcsfuse, s3fs) and use its folder; only token stores can be URLs",
         )
     check_run_folder(folder := Path(args.run_dir) if args.run_dir else resumed or new_folder(run))
+    if str(folder) in RECIPES:  # as a command's first argument its bare name is the recipe
+        folder = folder.absolute()
     _check_home(args.recipe, folder)
     if args.until is not None and args.until < 0:
         fix = "use --until 0 for the first checkpoint only"
