@@ -16,8 +16,12 @@ def check_choices(config: Any) -> None:
     this first when it is made, a misspelt word is never taken for another one's opposite.
 
     Raises:
-        UserError: a field, or an element of it, has another word.
+        UserError: a field, or an element of it, has another word; or a field of several words is a text.
     """
+    for name in _lists(type(config)):
+        if isinstance(value := getattr(config, name), str):
+            rule = f"`{name}` must be a tuple of words: of a text, each letter would be one."
+            raise UserError(rule, seen=f"{name}={value!r}", where=name, fix=f"write ({value!r},)")
     for name, (words, optional) in _choices(type(config)).items():
         value = getattr(config, name)
         items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
@@ -45,6 +49,12 @@ def _choices(cls: type) -> dict[str, tuple[tuple[Any, ...], bool]]:
     kinds = typing.get_type_hints(cls)
     words = {name: _words(kind) for name, kind in kinds.items()}
     return {name: (known, type(None) in typing.get_args(kinds[name])) for name, known in words.items() if known}
+
+
+@functools.cache
+def _lists(cls: type) -> list[str]:
+    """The fields that hold several values."""
+    return [name for name, kind in typing.get_type_hints(cls).items() if typing.get_origin(kind) is tuple]
 
 
 def _words(kind: Any) -> tuple[Any, ...]:

@@ -41,6 +41,17 @@ def test_a_program_that_misspells_a_word_is_told(config, name):
     assert refused.value.where == name and refused.value.fix
 
 
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(RUN, "weight_decay_exclude"), (RUN.layout, "overlap"), (RUN.logging, "trackers"), (RUN.remat, "names")],
+)
+def test_a_program_that_gives_a_text_where_a_field_holds_words_is_told(config, name):
+    """`weight_decay_exclude="norm"` left out of the decay all that has an n, o, r or m in its name."""
+    with pytest.raises(UserError, match=f"`{name}` must be a tuple of words(.|\n)*seen:  {name}='norm'") as refused:
+        dataclasses.replace(config, **{name: "norm"})
+    assert refused.value.where == name and refused.value.fix == "write ('norm',)"
+
+
 def test_there_are_such_fields():
     found = {parameter.id for parameter in words_in()}
     assert {"layout-mode", "precision-updates", "precision-products", "remat-policy", "routing-way"} <= found
