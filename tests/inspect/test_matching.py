@@ -76,6 +76,25 @@ def test_a_sum_of_what_no_turn_of_a_loop_changes_may_be_done_once():
     ).right
 
 
+def test_a_sum_of_what_is_gathered_too_may_be_of_what_that_brings():
+    """A batch's mask, which the loss reads whole: the compiler of a loop over microbatches adds that up."""
+    layout = tr.Layout(tr.make_mesh(data=4, model=2), compute={"batch": "data", "pos": "model"})
+
+    def mean(x, mask):
+        layer = lambda x, _: (x * mask / mask.astype("float32").sum("pos"), None)
+        x, _ = tr.scan(layer, tr.Axis("layers", 2))(x, None)
+        return (x.sum("pos").array * jnp.max(tr.reshard("batch/data pos/model -> batch/data pos", mask.array))).sum()
+
+    with layout:
+        x, mask = (tr.shard(tr.ones({"batch": 8, "pos": 16}), "compute") for _ in range(2))
+        sums = [row for row in ledger(mean, x, mask) if row.axes == ("model",) and row.kind == "all-reduce"]
+    assert [(row.times, row.gathered) for row in sums] == [(2, True), (1, False)]
+    without = PROGRAM.replace("all-reduce(%x), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum", "copy(%x)")
+    matched = found(without, (dataclasses.replace(ROWS[0], gathered=True), ROWS[1]))
+    assert matched.right and "1 of them as a sum of what is gathered" in str(matched)
+    assert not found(without).right
+
+
 def test_numbers_of_four_bits_may_move_as_bytes():
     """Compilers for GPUs gather two of them as one number of a byte, those for CPUs as a wider one each."""
     four = dataclasses.replace(ROWS[1], dtype="f4_e2m1fn", payload=128, wire=64)

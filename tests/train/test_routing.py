@@ -15,6 +15,7 @@ import pytest
 
 from tests.models.small import CONFIGS, VOCAB
 from trellis.data.batch import Batch
+from trellis.inspect import ledger, structure_of
 from trellis.models import Routing
 from trellis.named import named_jit, shard
 from trellis.nn import Precision
@@ -111,6 +112,20 @@ def test_meshes(routing, layout, microbatches):
     with make_layout(sizes, choice, jax.devices()[:4]):
         sharded, data = shard(model, "params"), shard(batch(), "compute")
         assert_alike(run(named_jit, sharded, data, StepOptions(microbatches=microbatches)), wanted)
+
+
+@pytest.mark.slow
+def test_shares_of_sequences_whose_positions_are_sliced():
+    """The loss gathers a microbatch's mask, and the compiler counts a sequence's tokens in what that brings."""
+    model = config_of("sequence").init(key=jax.random.key(0), vocab_multiple=2)
+    wanted = run(jax.jit, model, batch(), StepOptions())
+    with make_layout(MeshSizes(data=2, model=2), LayoutChoice(), jax.devices()[:4]) as layout:
+        given = shard(model, "params"), shard(batch(), "compute")
+        step = named_jit(lambda model, data: loss_and_gradients(model, data, StepOptions(microbatches=2)))
+        compiled = step.lower(*given).compile()
+        assert_alike(jax.device_get(compiled(*given)), wanted)
+        matched = structure_of(ledger(step, *given), compiled, layout.mesh)
+    assert matched.right, str(matched)
 
 
 @pytest.mark.slow

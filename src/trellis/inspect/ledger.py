@@ -15,7 +15,7 @@ from trellis.inspect.rows import EACH_TURN, Ledger, Row
 from trellis.named.refusals import jaxs_in_our_words
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_wrong, trace
-from trellis.program.flow import Parameters, added_at, awaited, constants, repeats, roles
+from trellis.program.flow import Parameters, added_at, awaited, constants, is_gathered, repeats, roles
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied
@@ -157,6 +157,7 @@ class _Rows:
             tiles=tiles_filled(local_shape(aval)),
             turns=turns_written_out(operation.scope),
             added=added_at(operation),
+            gathered=move.kind == "all-reduce" and is_gathered(operation, move.axes),
             number=operation.number,
             made=made_at(operation),
             read=read_at(operation),

@@ -228,6 +228,8 @@ class Stock:
             done, once = match.row.times - match.missing, match.row.same == match.row.times
             if (match.row.kind in COPIES or once) and done and match.row.times % done == 0:
                 match.done("one for all turns of a loop", match.missing)
+            if match.row.gathered:
+                match.done("a sum of what is gathered", match.missing)
         self.take_together(sums)
         return every
 

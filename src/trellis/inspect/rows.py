@@ -45,6 +45,7 @@ class Row:
         turns: in how many turns of loops that are written out it has its like, each a row.
         constant: whether no argument has a part in what it moves: a compiler may know what becomes of it.
         added: the number of the operation that adds what it brings to others, if nothing else reads it; else -1.
+        gathered: whether what it sums is gathered along its mesh axes, too: a compiler may sum what that brings.
         number, made, read: the numbers of its operation, of that which makes what it moves, and of the first that reads
             what comes.
         awaited: whether layers read what comes, or wait for it: a fence has it beside what they read.
@@ -72,6 +73,7 @@ class Row:
     tiles: int = dataclasses.field(default=0, compare=False, repr=False)
     turns: int = dataclasses.field(default=1, compare=False, repr=False)
     added: int = dataclasses.field(default=-1, compare=False, repr=False)
+    gathered: bool = dataclasses.field(default=False, compare=False, repr=False)
     number: int = dataclasses.field(default=-1, compare=False, repr=False)
     made: int = dataclasses.field(default=-1, compare=False, repr=False)
     read: int = dataclasses.field(default=-1, compare=False, repr=False)

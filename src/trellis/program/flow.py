@@ -3,7 +3,7 @@ moves, what loops repeat, what is zero, and what reads each value last."""
 
 import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import jax.numpy as jnp
 
@@ -400,6 +400,23 @@ def _adds_or_passes(operation: Operation) -> bool:
     if operation.name in ("broadcast_in_dim", "reduce_sum"):  # with or without dimensions of size 1
         return operation.operands[0].num_elements == operation.results[0].num_elements
     return bool(operation.results) and operation.name in _ADDS | VIEWS | MOVES
+
+
+def is_gathered(operation: Operation, axes: Collection[str]) -> bool:
+    """Whether a sum over slices along these mesh axes has an operand that another operation gathers along them."""
+    if operation.name != "reduce_sum":
+        return False
+    value, found = operation.operands[0], False
+    while value is not None and not found:
+        found = any(reader.name == "reshard" and _gathers(reader, axes) for reader in value.readers)
+        rounded = value.maker is not None and value.maker.name in ("name", "convert_element_type")
+        value = value.maker.operands[0] if rounded else value.outer if value.fixed else None
+    return found
+
+
+def _gathers(operation: Operation, axes: Collection[str]) -> bool:
+    before, after = operation.operands[0].state, operation.results[0].state
+    return {*axes} <= {*before.sliced} and not {*axes} & {*after.sliced}
 
 
 def origin(value: Value) -> Value:
