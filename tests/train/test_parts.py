@@ -7,6 +7,7 @@ import pytest
 
 from tests.equivalence.test_models import FAMILIES, batch
 from trellis.data.batch import Batch
+from trellis.mesh.device.view import DeviceViewError
 from trellis.models import Routing
 from trellis.models.llama.llama import Llama
 from trellis.models.mixtral.mixtral import Block
@@ -90,4 +91,30 @@ def test_integers_beside_the_stream_are_refused(monkeypatch, gives):
         "what the layers of a pipeline carry and give must be floating-point numbers, which have a gradient, got "
         f"i32[{'layers=2 ' if gives == 'gives' else ''}batch=4 pos=16 embed=32]: make it float32 or, if no layer "
         "changes it, pass it to the layers as an argument"
+    )
+
+
+@pytest.mark.parametrize("of", ["the batch", "a parameter"])
+def test_layers_that_close_over_an_array_are_refused_with_the_three_ways_to_hand_it_to_them(monkeypatch, of):
+    fold, scales = Stacked.fold, []
+
+    def start(self, *given, **more):
+        scales[:] = [self.norm.scale]
+        return START(self, *given, **more)
+
+    def closing(self, x, *args, **more):
+        read = x if of == "the batch" else scales[0]
+        return fold(self, x, *args, **more, call=lambda layer, x, *rest: layer(x, *rest) + read)
+
+    monkeypatch.setattr(Llama, "start", start)
+    monkeypatch.setattr(Stacked, "fold", closing)
+    with pytest.raises(DeviceViewError) as error:
+        traced(CONFIG, 2)
+    shape = "4 16 32" if of == "the batch" else "32"
+    assert str(error.value) == (
+        "A pipeline's stages must receive every array they read as an argument.\n"
+        f"  seen:  an array f32[{shape}] that a function closes over\n"
+        "  where: the layers\n"
+        "  fix:   hold a parameter in the stack of layers, without their name if all share it; pass what is made of "
+        "the batch alone to layers.fold behind x; let layers carry beside x what is made of both"
     )

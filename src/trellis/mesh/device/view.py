@@ -26,6 +26,7 @@ from trellis.errors import UserError
 from trellis.mesh.device import rules
 from trellis.mesh.device.moves import moved
 from trellis.notation.state import State, axes_in
+from trellis.notation.typeof import typeof
 from trellis.program.manual import axes_over
 from trellis.program.sizes import state_at
 from trellis.program.source import source_of
@@ -138,9 +139,10 @@ def _plain(x):
     if isinstance(x, Tracer):
         raise DeviceViewError(
             "A pipeline's stages must receive every array they read as an argument.",
-            seen=f"an array {jax.typeof(x).str_short()} that a function closes over",
+            seen=f"an array {typeof(x)} that a function closes over",
             where="the layers",
-            fix="hold a parameter in the stack of layers, without their name if all share it; pass on others",
+            fix="hold a parameter in the stack of layers, without their name if all share it; pass what is made of the "
+            "batch alone to layers.fold behind x; let layers carry beside x what is made of both",
         )
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         with jax.ensure_compile_time_eval():  # the loop of the ticks would trace it
