@@ -39,6 +39,18 @@ def test_what_a_call_takes_ends_with_it_where_a_loop_ends_it():
     assert wide <= found.total < 2.5 * wide
 
 
+def test_what_a_product_in_blocks_makes_is_there():
+    """A kernel writes it, although what reads it is elementwise."""
+
+    def product(x, y, of_x, of_y):
+        out = jax.nn.scaled_matmul(x, y, of_x, of_y, preferred_element_type=jnp.float32)
+        return jnp.tanh(out).sum()
+
+    factor, scales = jnp.ones((1, 64, 32), jnp.float8_e4m3fn), jnp.ones((1, 64, 1), jnp.float8_e8m0fnu)
+    found = memory(product, factor, factor, scales, scales, compile=False)
+    assert found.bytes_of("temporaries") >= 4 * 64 * 64
+
+
 def test_what_loops_within_loops_carry_is_there_once():
     """A store that each turn writes rows of, as the stages of a pipeline do with what they keep."""
 

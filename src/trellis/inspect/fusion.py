@@ -16,8 +16,8 @@ LANES = 128
 
 # Operations that read operands from memory and write results there. Everything else is fused with what reads it.
 _OPAQUE = KERNELS | CALLBACKS | set(COLLECTIVES) | set(
-    "dot_general ragged_dot ragged_dot_general conv_general_dilated fft scan while cond sort gather scatter "
-    "scatter-add dynamic_update_slice reshard concatenate cumsum top_k optimization_barrier".split()
+    "dot_general scaled_matmul_wrapper ragged_dot ragged_dot_general conv_general_dilated fft scan while cond sort "
+    "gather scatter scatter-add dynamic_update_slice reshard concatenate cumsum top_k optimization_barrier".split()
 )  # fmt: skip
 # Elementwise work that a product does on its result before it writes it.
 _EPILOGUES = {"add", "add_any", "sub", "mul", "convert_element_type", "neg", "div", "max"}
