@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import trellis as tr
 from tests.named.test_narrow import MESHES, drawn, layout_of, to_numpy
@@ -145,6 +147,23 @@ def test_a_blackwell_gpu_multiplies_blocks_with_their_scales(monkeypatch):
     assert len(calls) == 6
     for a, b in zip(found, wanted, strict=True):
         assert np.linalg.norm(a - b) < 5e-3 * np.linalg.norm(b)
+
+
+def test_both_forms_of_a_factor_are_made_together_on_gpus():
+    """Of the activation, and of the gradient: XLA would make one when the weight's gradient needs it, and keep more."""
+
+    def loss(x, w):
+        x, w = tr.named(x, "batch embed"), tr.named(w, "embed mlp")
+        return tr.dot(x, tr.Narrow(w, "nvfp4"), over="embed").sum().array
+
+    def fences(platform):
+        device = AbstractDevice(platform, None, platform)
+        mesh = AbstractMesh((1,), ("data",), (AxisType.Explicit,), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            factor = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, P()))
+            return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(factor, factor)).count("= optimization_barrier")
+
+    assert [fences(platform) for platform in ("cpu", "tpu", "cuda")] == [0, 0, 2]
 
 
 @pytest.mark.slow

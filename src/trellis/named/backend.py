@@ -132,6 +132,16 @@ def made_again(kept):
     return lax.optimization_barrier(kept) if fenced else kept
 
 
+def rounded_together(*forms):
+    """The forms in which one array is rounded, made together on GPUs.
+
+    XLA would make the one that only a gradient's product reads just before that, and keep the array, four times as
+    large, until then.
+    """
+    fenced = platform_of(jax.tree.leaves(forms)[0]) == "cuda"
+    return lax.optimization_barrier(forms) if fenced else forms
+
+
 def swaps_by_product(a: jax.Array) -> bool:
     """Whether to swap elements of a short dimension by a product with a permutation, exact in every dtype.
 

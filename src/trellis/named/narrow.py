@@ -29,7 +29,7 @@ from trellis.mesh.linear import linear
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
-from trellis.named.backend import plain_product
+from trellis.named.backend import plain_product, rounded_together
 from trellis.named.blocks import MXFP8, NVFP4, Format, block_of, blocked, cut_by, opened
 from trellis.named.rounding import bytes_for, nearest
 from trellis.named.scaled import scaled_product
@@ -203,7 +203,7 @@ def forms(array, mark: Mark, number: int, summed: tuple[int, ...], kept: tuple[i
     if TYPES[mark.kind].tiled or number == mark.at:
         known = None if mark.largest is None else mark.largest[int(number == mark.at)]
         return (rounded(array, mark.kind, (*summed, *kept), known=known),)
-    return (
+    return rounded_together(
         rounded(array, mark.kind, summed),
         rounded(array, mark.kind, kept, hadamard=bool(kept)),
     )
@@ -427,7 +427,7 @@ def _narrow_gradients(static: _Static, gradient, bits, known) -> tuple[Rounded, 
         how = dict(gradient=True, chance=chance, hadamard=which == static.weight and end is not None)
         found = rounded(gradient, static.kind, () if end is None else (end,), **how)
         made.append(once_only(found, gradient))
-    return made[0], made[1]
+    return rounded_together(*made)
 
 
 def once_only(found: Rounded, array) -> Rounded:
