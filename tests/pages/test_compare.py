@@ -203,6 +203,9 @@ def test_a_run_is_served_while_it_trains(tmp_path):
         (folder / "about.json").write_text("{")
         assert "The file about a run must be valid JSON." in get(url) and str(folder / "about.json") in get(url)
         (folder / "about.json").unlink()
+        (folder / "samples.jsonl").mkdir()  # as of any file that the system does not let one read
+        assert "Is a directory" in get(url) and str(folder / "samples.jsonl") in get(url) and 'content="7"' in get(url)
+        (folder / "samples.jsonl").rmdir()
         (folder / "timeline.jsonl").write_text('{"time": 9, "event": "finished", "step": 10}\n')
         assert "refresh" not in get(url), "a page that stays as it is is not read again"
         with pytest.raises(urllib.error.HTTPError, match="404"):
@@ -235,6 +238,8 @@ def test_a_watcher_says_at_once_what_it_waits_for(tmp_path, capsys, monkeypatch)
     assert code == 0 and "no step yet: the page waits for metrics.jsonl" in out
     (tmp_path / "metrics.jsonl").touch()
     assert "no step yet" not in trellis(capsys, "watch", tmp_path, "--port", 0)[1]
+    if socket.has_ipv6:
+        assert "http://[::1]:" in trellis(capsys, "watch", tmp_path, "--host", "::1", "--port", 0)[1]
 
 
 def test_what_cannot_be_served_is_refused(tmp_path, capsys):
@@ -243,6 +248,8 @@ def test_what_cannot_be_served_is_refused(tmp_path, capsys):
     code, _, err = trellis(capsys, "watch", tmp_path)
     assert code == 2 and "A folder to watch must be a run's." in err and "metrics.jsonl, .lock, but nothing" in err
     (tmp_path / "run.yaml").touch()
+    code, _, err = trellis(capsys, "watch", tmp_path / "run.yaml")
+    assert code == 2 and "seen:  a file" in err
     code, _, err = trellis(capsys, "watch", tmp_path, "--port", 70000)
     assert code == 2 and "`--port` must be from 0 to 65535." in err
     code, _, err = trellis(capsys, "watch", tmp_path, "--host", "256.0.0.1", "--port", 0)

@@ -200,6 +200,7 @@ def test_the_command_writes_the_page_and_refuses_what_is_no_run(folder, tmp_path
         f"  where: {tmp_path / 'absent'}\n"
         "  fix:   name the folder of a run, as in runs/NAME-DATE\n"
     )
+    assert main(["report", str(folder / "metrics.jsonl")]) == 2 and "seen:  a file\n" in capsys.readouterr().err
 
 
 def test_long_runs_are_thinned_to_means():

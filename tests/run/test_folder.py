@@ -126,6 +126,9 @@ def test_only_steps_that_are_not_yet_made_can_be_profiled(tmp_path):
         claim(tmp_path, dataclasses.replace(run, profile=Profile(start=9)), done=10)
     assert error.value.seen == "start=9, 10 steps done" and error.value.where == "--profile.start"
     assert error.value.fix == "use --profile.start 10 or more"
+    with pytest.raises(UserError, match="Profiling must start at a step that is not yet made") as error:
+        claim(tmp_path, dataclasses.replace(run, profile=Profile(start=9), steps=10), done=10)
+    assert error.value.fix == "use --profile.start 10 or more, and --steps 11 or more"
 
 
 def test_a_resumed_run_may_compute_the_same_in_another_way(tmp_path):

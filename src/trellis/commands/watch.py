@@ -33,8 +33,8 @@ def execute(args: argparse.Namespace) -> int:
             rule = f"`--{name}` must be from {least} to {most}."
             raise UserError(rule, seen=value, where=f"--{name}", fix="leave it out")
     server = serve(Path(args.folder), host=args.host, port=args.port, every=args.every)
-    port = server.server_address[1]
-    print(f"watching {args.folder} at http://{args.host}:{port}, until Ctrl-C")
+    port, host = server.server_address[1], f"[{args.host}]" if ":" in args.host else args.host
+    print(f"watching {args.folder} at http://{host}:{port}, until Ctrl-C")
     if waits := waits_for(Path(args.folder)):
         print(f"{waits}: the page waits for metrics.jsonl, which the first step writes")
     print(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trellis.errors import UserError
-from trellis.run.folder import check_path, was_left
+from trellis.run.folder import check_path, no_folder, was_left
 from trellis.train.timeline import read_events
 from trellis.train.trackers import read_lines
 
@@ -50,7 +50,7 @@ def read_folder(folder: Path, *, begun: bool = True) -> RunFolder:
     if not (folder / "metrics.jsonl").is_file() and (begun or not (folder / "run.yaml").is_file()):
         raise UserError(
             "The folder of a run must contain its metrics.",
-            seen="no metrics.jsonl" if folder.is_dir() else "no such folder",
+            seen="no metrics.jsonl" if folder.is_dir() else no_folder(folder),
             where=str(folder),
             fix="name the folder of a run, as in runs/NAME-DATE",
         )

@@ -2,6 +2,7 @@
 
 import http
 import http.server
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from trellis.errors import UserError
 from trellis.figures.html import tag
 from trellis.pages.read import read_folder
 from trellis.pages.run import page, state
-from trellis.run.folder import was_left
+from trellis.run.folder import no_folder, was_left
 
 _OF_A_RUN = ("run.yaml", "metrics.jsonl", ".lock")  # one of them is there as soon as a run has a folder
 
@@ -20,7 +21,7 @@ def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.Thre
 
     Args:
         folder: the run's folder. It may have no step yet.
-        host: the address to listen on.
+        host: the address to listen on, of IPv4 or IPv6, or its name.
         port: its port; 0 takes a free one.
         every: seconds after which a browser reloads the page of a run that is training.
 
@@ -29,7 +30,7 @@ def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.Thre
     """
     fix = "name the folder of a run, as in `trellis watch runs/NAME-DATE`"
     if not folder.is_dir():
-        raise UserError("A run to watch must have a folder.", seen="no such folder", where=str(folder), fix=fix)
+        raise UserError("A run to watch must have a folder.", seen=no_folder(folder), where=str(folder), fix=fix)
     if not any((folder / name).exists() for name in _OF_A_RUN):
         held = sorted(path.name for path in folder.iterdir())
         seen = f"none of {', '.join(_OF_A_RUN)}, but {', '.join(held[:5]) or 'nothing'}{', ...' * (len(held) > 5)}"
@@ -52,6 +53,8 @@ def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.Thre
             pass
 
     class Server(http.server.ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
         def handle_error(self, request: Any, client_address: Any) -> None:
             if not isinstance(sys.exception(), ConnectionError):  # a browser that left or reloaded is no error
                 super().handle_error(request, client_address)
@@ -77,7 +80,8 @@ def _current(folder: Path, every: int) -> str:
     again = tag("meta", http_equiv="refresh", content=every)
     try:
         run = read_folder(folder)
-    except UserError as error:
+        text = page(run)
+    except (UserError, OSError) as error:  # as of a file that may not be read, or of a disk that is gone
         if not folder.is_dir():
             said = f"{folder} is no longer a folder"
         elif waits := waits_for(folder):
@@ -85,5 +89,4 @@ def _current(folder: Path, every: int) -> str:
         else:
             said = str(error)
         return f"<!doctype html><html><head>{again}</head><body>{tag('pre', said)}</body></html>"
-    text = page(run)
     return text.replace("<head>", f"<head>{again}", 1) if state(run) == "training" else text

@@ -124,7 +124,7 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
                 "Profiling must start at a step that is not yet made.",
                 seen=f"start={run.profile.start}, {done} steps done",
                 where="--profile.start",
-                fix=f"use --profile.start {done} or more",
+                fix=f"use --profile.start {done} or more" + f", and --steps {done + 1} or more" * (run.steps <= done),
             )
     if run.steps < done:
         raise UserError(
@@ -342,6 +342,11 @@ def to_import(folder: Path) -> str:
     return f"import its model: trellis import {typed(folder)}" if (folder / "config.json").is_file() else ""
 
 
+def no_folder(path: Path) -> str:
+    """Words for what is where a folder should be."""
+    return "a file" if path.exists() else "no such folder"
+
+
 def open_run(folder: Path) -> Run:
     """The run of a folder.
 
@@ -353,7 +358,7 @@ def open_run(folder: Path) -> Run:
     if not path.is_file():
         raise UserError(
             "A run's folder must contain run.yaml.",
-            seen="no run.yaml" if folder.is_dir() else "no such folder",
+            seen="no run.yaml" if folder.is_dir() else no_folder(folder),
             where=str(folder),
             fix=to_import(folder) or "name the folder that `trellis train --run-dir` was given, or one in runs/",
         )
