@@ -26,10 +26,12 @@ def told(monkeypatch, capsys):
     return run
 
 
-def test_what_is_here_and_what_is_missing(told):
+def test_what_is_here_and_what_is_missing(told, monkeypatch):
     said = told()
     assert re.search(r"^devices +\d+ x \S+ \(cpu\)$", said, re.M)
     assert re.search(r"^jax +\d+\.\d+", said, re.M) and re.search(r"^float32 +1\.50 TFLOP/s", said, re.M)
+    monkeypatch.setattr(peak, "matmul_peak", lambda devices, dtype: 1.5e9)
+    assert re.search(r"^float32 +1\.50 GFLOP/s", told(), re.M)
     assert re.search(r"^  wandb +missing wandb: .* -m pip install 'trellis\[wandb\]'$", said, re.M)
 
 

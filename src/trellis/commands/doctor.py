@@ -27,6 +27,7 @@ def execute(args: argparse.Namespace) -> int:
     import jax
 
     from trellis.cores import usable_cores
+    from trellis.figures.numbers import flop_rate
     from trellis.hardware.measure import measure_machine
     from trellis.hardware.peak import matmul_peak
     from trellis.hardware.platform import choose_platform, devices_of_jax
@@ -53,7 +54,7 @@ def execute(args: argparse.Namespace) -> int:
     for dtype in ("float32", "bfloat16") if cpus else ("bfloat16",):
         peak = matmul_peak(devices, dtype)
         how = "measured, all devices together" if cpus else "published, all devices together"
-        print(f"{dtype:<16} " + (f"{peak / 1e12:.2f} TFLOP/s in matrix products ({how})" if peak else "peak not known"))
+        print(f"{dtype:<16} " + (f"{flop_rate(peak)} in matrix products ({how})" if peak else "peak not known"))
     if cpus:
         m = measure_machine()
         print(f"elementwise      {m.vector / 1e9:.1f} G operations/s (measured, one device)")
