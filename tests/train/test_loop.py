@@ -259,6 +259,20 @@ def test_a_finished_run_is_not_trained_on(tmp_path, mesh):
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 12
 
 
+def test_a_run_that_was_paused_where_it_ends_now_is_evaluated(tmp_path, mesh):
+    train(*toy(mesh, EVERY), tmp_path, progress=quiet(), until=7)
+    before = read_lines(tmp_path / "metrics.jsonl")
+    ends = dataclasses.replace(EVERY, steps=7)
+    for _ in range(2):
+        train(*toy(mesh, ends), tmp_path, progress=quiet())
+        *others, last = read_lines(tmp_path / "metrics.jsonl")
+        assert others == before[:-1] and last.items() >= before[-1].items() and last["validation_loss"] > 0
+    train(*toy(mesh, ends), tmp_path / "whole", progress=quiet())
+    assert last["validation_loss"] == read_lines(tmp_path / "whole" / "metrics.jsonl")[-1]["validation_loss"]
+    events = (tmp_path / "timeline.jsonl").read_text()
+    assert events.count('"evaluation"') == 2  # after steps 5 and 7
+
+
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, mesh):
     with pytest.raises(LossNotFinite, match="The loss and the gradient must be finite") as error:
         train(*toy(mesh, EVERY, spoil_at=7), tmp_path, progress=quiet())

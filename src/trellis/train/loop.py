@@ -43,7 +43,7 @@ from trellis.train.stopping import (
 )
 from trellis.train.timeline import Timeline
 from trellis.train.together import wait_for_others
-from trellis.train.trackers import Tracker, open_trackers
+from trellis.train.trackers import Tracker, open_trackers, read_lines
 from trellis.train.watchdog import Watchdog
 
 # How many steps may be dispatched before the first of them is finished. (More than 32 hang XLA on several CPU devices.)
@@ -265,6 +265,8 @@ class _Loop:
             if start == 0:  # only the first state was asked for
                 self._save(state, start)
                 self._saved.wait()
+            elif start >= run.steps:
+                self._measure_last(state, start)
             return state, start, 0
         batches = self._open.enter_context(contextlib.closing(self._feed.batches(start)))
         asked, phase = time.perf_counter(), None
@@ -445,6 +447,22 @@ class _Loop:
                 fix="continue with a larger --skip_nonfinite, which skips such steps, or start a new run with a "
                 "lower learning rate or clip_norm",
             )
+
+    def _measure_last(self, state: Any, made: int) -> None:
+        """Evaluates the last state of a run that was paused at the step that is its last now, if that was not done."""
+        last = next(reversed(read_lines(self._folder / "metrics.jsonl")), {})
+        last = last if last.get("step") == made else {"step": made, "tokens": self._meter.tokens}
+        if self._feed.evaluate is None or "validation_loss" in last:
+            return
+        with self._watch.excused(f"evaluates after step {made}"):
+            found = {name: float(value) for name, value in self._feed.evaluate(state, made).items()}
+        self._timeline.add("evaluation", made)
+        line = last | {name: value if math.isfinite(value) else None for name, value in found.items()}
+        self._lines.append(line)
+        for tracker in self._trackers:
+            tracker.log(line)
+        if is_first():
+            self._progress.update(line)
 
     def _sample(self, state: Any, step: int) -> None:
         if self._feed.sample is None:

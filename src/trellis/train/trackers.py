@@ -36,12 +36,18 @@ class JsonLines:
     def __init__(self, path: Path, step: int = 0):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._texts = path.with_name("samples.jsonl")
-        _cut(path, step, int | float | None)
+        kept = _cut(path, step, int | float | None)
+        self._step = kept[-1]["step"] if kept else None
         self._newest = (_cut(self._texts, step, str) or [{}])[-1]
         self._path, self._file = path, open(path, "a")
 
     def log(self, line: Line) -> None:
         with naming(self._path):
+            if line["step"] == self._step:  # the last line anew, with what was measured since
+                self._file.close()
+                _cut(self._path, self._step - 1, int | float | None)
+                self._file = open(self._path, "a")
+            self._step = line["step"]
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
 
