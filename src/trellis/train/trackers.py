@@ -43,11 +43,11 @@ class JsonLines:
 
     def log(self, line: Line) -> None:
         with naming(self._path):
-            if line["step"] == self._step:  # the last line anew, with what was measured since
+            if (step := int(line["step"] or 0)) == self._step:  # the last line anew, with what was measured since
                 self._file.close()
-                _cut(self._path, self._step - 1, int | float | None)
+                _cut(self._path, step - 1, int | float | None)
                 self._file = open(self._path, "a")
-            self._step = line["step"]
+            self._step = step
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
 
