@@ -369,12 +369,15 @@ def test_a_search_goes_on_where_the_compiler_refuses_a_setting(monkeypatch):
     assert found.winner is not None and found.winner not in refused
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("asked", [True, False, "for one side"])
 def test_compiler_options_are_advised_if_something_is_not_hidden_for_want_of_them(asked):
     sizes = {"model.layers": "2", "mesh.data": "8", "mesh.data_y": "1", "batch_size": "8", "scan_layers": "false"}
     run = load_run("llama_8b_v6e_256", sizes | {"data.sequence_length": "1024"})
-    run = run if asked else dataclasses.replace(run, compiler_options={})
+    if asked is not True:
+        kept = {k: v for k, v in run.compiler_options.items() if asked and "2d_" not in k}
+        run = dataclasses.replace(run, compiler_options=kept)
     plan = quick_plan(run, target("v6e:2x4"))
     (said,) = (line for line in advice(plan) if "waits for weights and gradients over data" in line)
     assert "more tokens a device" in said
-    assert ("compiler options that move them under computation" in said) is not asked
+    assert ("compiler options that move them under computation" in said) is (asked is not True)
+    assert ("need one with `2d_all_gather`" in said) is (asked is not True)  # over both sides of 2x4

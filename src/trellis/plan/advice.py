@@ -228,9 +228,15 @@ def _links(trial: Trial, axes: tuple[str, ...], share: float) -> list[str]:
     else:
         waits_for, able = f"weights and gradients over {axis}", trial.more_tokens()
         roles = {line.role for line in plan.times.lines if line.axes == axes and line.role != "activations"}
-        hidden = {line.role for line in plan.times.lines if line.hidden}
+        sides = plan.links.sides(axes)
+        hidden = {line.role for line in plan.times.lines if line.hidden and plan.links.sides(line.axes) == sides}
         if plan.target.chip.kind == "tpu" and not roles <= hidden:  # on GPUs a run asks for what there is
-            able.append("compiler options that move them under computation (`compiler_options` of this chip's recipes)")
+            gathers = sides > 1 and "weights" in roles - hidden
+            offload = f"; gathers over {sides} sides of the torus need one with `{sides}d_all_gather`" * gathers
+            able.append(
+                "compiler options that move them under computation (`compiler_options` of this chip's recipes"
+                f"{offload})"
+            )
     return [f"{share:.0%} of the step waits for {waits_for}: {', or '.join(able)}"] if able else []
 
 
