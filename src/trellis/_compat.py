@@ -175,6 +175,12 @@ def zeros_in_their_states() -> None:
             makers[name] = in_states(makers[name])
 
 
+def of_states(name: str) -> Any:
+    """The JAX primitive of this name that begins or ends pending sums or copies, in JAX 0.10.2 to 0.12.0, or None."""
+    module: Any = importlib.import_module("jax._src.lax.parallel")
+    return getattr(module, name, getattr(module.core, name, None))
+
+
 def manual_beside_explicit_axes() -> None:
     """Mends what JAX lacks in a `shard_map` that makes only some mesh axes manual, also inside another."""
     _scatter_beside_explicit_axes()

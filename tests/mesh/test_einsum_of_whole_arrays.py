@@ -106,7 +106,7 @@ def test_nothing_moves(text, total):
 def test_under_vmap_it_is_told():
     with jax.set_mesh(MESH):
         a, b = tr.reshard("k a -> k a/x", np.ones((3, 8), np.float32)), np.ones((3, 16), np.float32)
-        with pytest.raises(NotationError, match="JAX cannot map over .* in `einsum.'a/x, b -> b .x'.`: write the map"):
+        with pytest.raises(NotationError, match="JAX cannot map over .* in `einsum.'a/x, b -> b .x'.`: settle it"):
             jax.vmap(lambda a, b: tr.einsum("a/x, b -> b +x", a, b))(a, b)
 
 

@@ -135,17 +135,57 @@ def test_a_sum_of_jaxs_over_an_axis_along_which_devices_hold_the_same():
     )
 
 
-def test_a_manual_function_with_a_pending_sum_is_not_mapped():
-    def program(x: f32["batch/d in/m"], w: f32["in/m out"]) -> f32["batch/d out"]:
-        return reshard("batch/d out +m -> batch/d out", einsum("batch/d in/m, in/m out -> batch/d out +m", x, w))
+@shard_map
+def layer(x: f32["batch/d in/m"], w: f32["in/m out/d"]) -> f32["batch/d out/m"]:
+    """A copy, a pending sum, and a scatter of it."""
+    w = reshard("in/m out/d -> in/m out ~d", w)
+    y = einsum("batch/d in/m, in/m out ~d -> batch/d out +m", x, w)
+    return jnp.tanh(reshard("batch/d out +m -> batch/d out/m", y))
 
-    program.__qualname__ = "program"
-    x, w = put((8, 4), "batch/d in/m"), put((4, 6), "in/m out")
+
+def plain_layer(x, w):
+    return jnp.tanh(x @ w)
+
+
+def test_a_manual_function_with_pending_sums_and_copies_is_mapped():
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(8, 4)).astype(np.float32), rng.normal(size=(2, 4, 8)).astype(np.float32)
+    mapped = lambda fn: jax.vmap(fn, in_axes=(None, 0))
+    loss = lambda fn: jax.grad(lambda x, w: (mapped(fn)(x, w) ** 2).sum(), argnums=(0, 1))
+    sliced = jax.device_put(x, parse("batch/d in/m").spec), jax.device_put(w, parse("two in/m out/d").spec)
+    one = jax.device_put(w[0], parse("in/m out/d").spec)
+    ways = [(way, sliced, (x, w)) for way in (mapped, loss)]
+    ways += [(way, (sliced[0], one), (x, w[0])) for way in (jax.jacrev, jax.jacfwd)]
+    for way, given, whole in ways:
+        found, expected = jax.jit(way(layer))(*given), way(plain_layer)(*whole)
+        for value, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_map_may_slice_what_it_maps_over_a_mesh_axis_of_its_own():
+    @shard_map
+    def alone(x: f32["batch/d in"], w: f32["in out"]) -> f32["out"]:
+        return reshard("out +d -> out", einsum("batch/d out -> out +d", x @ w))
+
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(2, 8, 4)).astype(np.float32), rng.normal(size=(4, 6)).astype(np.float32)
+    loss = lambda fn: jax.jit(jax.value_and_grad(lambda x, w: (jax.vmap(fn, (0, None))(x, w) ** 2).sum(), (0, 1)))
+    sliced = jax.device_put(x, parse("tasks/m batch/d in").spec)
+    found, expected = loss(alone)(sliced, w), loss(lambda x, w: (x @ w).sum(0))(x, w)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_annotations_of_what_is_mapped_have_no_pending_sums():
+    @shard_map
+    def program(x: f32["batch/d in"]) -> f32["in +d"]:
+        return einsum("batch/d in -> in +d", x)
+
     with pytest.raises(NotationError) as caught:
-        jax.vmap(shard_map(program), in_axes=(None, 0))(x, jnp.stack([w, w]))
+        jax.vmap(program)(put((2, 8, 4), "tasks batch/d in"))
     assert told(caught) == (
-        "JAX cannot map over a manual function that begins or ends a pending sum or a copy, got one under vmap, in "
-        "`program`: write the mapped dimension in its annotations and texts, or use jax.lax.map"
+        "JAX cannot map over a manual function with a pending sum or a copy in its annotations, got one under vmap, in "
+        "`program`: settle it inside, write the mapped dimension in its annotations and texts, or use jax.lax.map"
     )
 
 

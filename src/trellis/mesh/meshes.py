@@ -167,3 +167,10 @@ def arrange(devices: list, names: list[str], shape: list[int]) -> np.ndarray:
     within = [size // part for size, part in zip(shape, across, strict=True)]
     axes = [i + side * len(shape) for i in range(len(shape)) for side in (0, 1)]
     return ordered.reshape(across + within).transpose(axes).reshape(shape)
+
+
+def without_axes(mesh, axes: frozenset[str]) -> jax.sharding.AbstractMesh:
+    """A mesh without some of its axes."""
+    named = [each for each in zip(mesh.shape.items(), mesh.axis_types, strict=True) if each[0][0] not in axes]
+    sizes, kinds = tuple(size for (_, size), _ in named), tuple(kind for _, kind in named)
+    return jax.sharding.AbstractMesh(sizes, tuple(name for (name, _), _ in named), kinds)

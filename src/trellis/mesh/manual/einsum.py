@@ -86,7 +86,7 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
             )
             try:
                 return run(*arrays)
-            except NotImplementedError as error:
+            except (NotImplementedError, ValueError) as error:
                 raise_of_call(error, where, whole)
                 raise
         return product(*arrays, out_sharding=NamedSharding(whole, result.spec))

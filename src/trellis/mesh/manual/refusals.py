@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from trellis._compat import maps_no_copies, of_groups, refuses_slices
+from trellis._compat import maps_no_copies, of_groups, refuses_copies, refuses_slices
 from trellis.errors import TrellisError, did_you_mean, shortened
 from trellis.frames import in_a_library, users_line
 from trellis.mesh.meshes import MeshError, mesh_text
@@ -173,10 +173,11 @@ def raise_of_call(error: Exception, name: str, mesh, left: Collection[str] = ())
         return
     text = str(error)
     _raise_of_left(error, f"`{name}`", left)
-    if isinstance(error, NotImplementedError) and maps_no_copies(error):
+    if refuses_copies(error):
         raise NotationError(
-            "JAX cannot map over a manual function that begins or ends a pending sum or a copy, got one under vmap, in "
-            f"`{name}`: write the mapped dimension in its annotations and texts, or use jax.lax.map"
+            "JAX cannot map over a manual function with a pending sum or a copy in its annotations, got one under "
+            f"vmap, in `{name}`: settle it inside, write the mapped dimension in its annotations and texts, or use "
+            "jax.lax.map"
         ) from error
     if isinstance(error, NotImplementedError) and "Closing over" in text:
         raise TypeMismatch(

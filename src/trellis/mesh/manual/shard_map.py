@@ -12,16 +12,17 @@ import numpy as np
 from jax.core import eval_jaxpr
 from jax.sharding import AxisType, PartitionSpec
 
-from trellis._compat import manual_beside_explicit_axes, unknown_axis, zeros_in_their_states
+from trellis._compat import manual_beside_explicit_axes, mapped_over, unknown_axis, zeros_in_their_states
 from trellis.mesh.landing import placed
 from trellis.mesh.manual.check import check_pending, met_line
+from trellis.mesh.manual.mapped import map_over_states
 from trellis.mesh.manual.ops import without_single_axes
 from trellis.mesh.manual.refusals import none_manual, not_along, raise_in_notation, raise_of_call
 from trellis.mesh.manual.reshard import TransitionError, check_slice
 from trellis.mesh.manual.rules import with_checked_rules
 from trellis.mesh.manual.single import trace_body
 from trellis.mesh.manual.slices import check_slices, no_slice, otherwise, sliced_as
-from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
+from trellis.mesh.meshes import MeshError, mesh_text, same_mesh, without_axes
 from trellis.notation import (
     ArrayType,
     Bindings,
@@ -40,6 +41,8 @@ from trellis.notation.struct import check_divides
 from trellis.notation.typeof import is_array, is_named
 from trellis.program.reading import Program
 from trellis.program.trace import equations_of
+
+map_over_states()
 
 
 def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection[str] | None" = None) -> Callable:
@@ -170,8 +173,7 @@ class _Call:
 
     def resolve_mesh(self, leaves: list[Leaf]) -> None:
         ambient = jax.sharding.get_abstract_mesh()
-        given = self.mesh
-        if given is None and ambient.empty:
+        if (given := self.mesh) is None and ambient.empty:
             array = next((_plain(leaf.value) for leaf in leaves if is_array(leaf.value)), None)
             given = getattr(getattr(array, "sharding", None), "mesh", None)
             if given is None or given.empty:
@@ -181,6 +183,9 @@ class _Call:
                 )
             self.mesh = given
         shown = ambient if given is None else given
+        self.around = shown
+        if mapped := mapped_over():  # types inside a map over slices have no such axes
+            shown, self.mesh = without_axes(shown, mapped), None
         taken = frozenset(ambient.manual_axes) if not ambient.empty else frozenset()
         asked = frozenset(shown.axis_names) if self.asked is None else frozenset(self.asked)
         if unknown := sorted(asked - set(shown.axis_names)):
@@ -270,7 +275,7 @@ class _Call:
             TypeMismatch: it is to be a pending sum, which only an array on the mesh can be.
         """
         mesh = jax.typeof(array).sharding.mesh
-        if mode_of(self.shape) != "explicit" or same_mesh(mesh, self.shape):
+        if mode_of(self.shape) != "explicit" or same_mesh(mesh, self.shape) or same_mesh(mesh, self.around):
             return array
         if not mesh.empty:
             raise MeshError(
