@@ -10,18 +10,24 @@ from trellis.errors import UserError, did_you_mean
 
 
 def check_choices(config: Any) -> None:
-    """Refuses fields whose words are none of those in their types, as in `mode: Literal["explicit", "auto"]`.
+    """Refuses fields whose words are none of those in their types, as in `mode: Literal["explicit", "auto"]`, and texts
+    in fields that hold several words, or true or false.
 
     What is read from a file or a command line has been checked; what a program makes has not. Where a dataclass calls
     this first when it is made, a misspelt word is never taken for another one's opposite.
 
     Raises:
-        UserError: a field, or an element of it, has another word; or a field of several words is a text.
+        UserError: a field, or an element of it, has another word; or a field of several words, or of true and false, is
+            a text.
     """
     for name in _lists(type(config)):
         if isinstance(value := getattr(config, name), str):
             rule = f"`{name}` must be a tuple of words: of a text, each letter would be one."
             raise UserError(rule, seen=f"{name}={value!r}", where=name, fix=f"write ({value!r},)")
+    for name, optional in _flags(type(config)).items():
+        if (value := getattr(config, name)) not in (True, False) and not (optional and value is None):
+            rule = f"`{name}` must be True or False{' or None' * optional}."
+            raise UserError(rule, seen=f"{name}={value!r}", where=name, fix="write one of them, not as a text")
     for name, (words, optional) in _choices(type(config)).items():
         value = getattr(config, name)
         items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
@@ -55,6 +61,13 @@ def _choices(cls: type) -> dict[str, tuple[tuple[Any, ...], bool]]:
 def _lists(cls: type) -> list[str]:
     """The fields that hold several values."""
     return [name for name, kind in typing.get_type_hints(cls).items() if typing.get_origin(kind) is tuple]
+
+
+@functools.cache
+def _flags(cls: type) -> dict[str, bool]:
+    """The fields that are true or false, and whether None is a value, too."""
+    kinds = typing.get_type_hints(cls)
+    return {name: kind is not bool for name, kind in kinds.items() if kind is bool or kind == bool | None}
 
 
 def _words(kind: Any) -> tuple[Any, ...]:

@@ -52,6 +52,16 @@ def test_a_program_that_gives_a_text_where_a_field_holds_words_is_told(config, n
     assert refused.value.where == name and refused.value.fix == "write ('norm',)"
 
 
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(RUN, "scan_layers"), (RUN.data, "mask_documents"), (RUN.evaluation, "sample"), (RUN.guard, "replay")],
+)
+def test_a_program_that_gives_a_text_where_a_field_is_true_or_false_is_told(config, name):
+    with pytest.raises(UserError, match=f"`{name}` must be True or False(.|\n)*seen:  {name}='false'") as refused:
+        dataclasses.replace(config, **{name: "false"})
+    assert refused.value.where == name
+
+
 def test_there_are_such_fields():
     found = {parameter.id for parameter in words_in()}
     assert {"layout-mode", "precision-updates", "precision-products", "remat-policy", "routing-way"} <= found

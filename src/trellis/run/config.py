@@ -90,6 +90,7 @@ class Evaluation:
     """A text from the model at each evaluation, not only at the end. Set it to true to see how it learns to write."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(1, every=self.every, batches=self.batches)
 
 
@@ -124,6 +125,7 @@ class GuardRule:
     Set it to false to continue with a warning, once `trellis prove` has shown that the program's numbers are right."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(1, every=self.every)
 
 
