@@ -38,6 +38,8 @@ def test_what_bash_completes(complete):
     assert complete("train", "tiny", "--data.mask_documents", "") == ["true", "false"]
     assert set(complete("train", "--optimizer", "")) == {"adamw", "lion", "muon", "adafactor"}
     assert complete("train", "--logging.trackers", "") == ["tensorboard", "wandb"]
+    assert complete("plan", "tiny", "--on", "") == complete("train", "--run-dir", "") == [], "the shell offers files"
+    assert complete("train", "--steps", "") == [] and "tiny" in complete("plan", "--compile", "")
     assert complete("data", "ins") == ["inspect"]
     assert complete("data", "convert", "--sp") == ["--split"]
     assert complete("data", "convert", "--to", "nano") == ["nanogpt"]

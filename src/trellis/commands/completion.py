@@ -18,11 +18,13 @@ class Words:
         summary: one line about the command.
         first: words that its first argument may be.
         options: each option with the words that its value may be; none if these cannot be listed.
+        valued: the options that take a value.
     """
 
     summary: str
     first: list[str] = field(default_factory=list)
     options: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    valued: set[str] = field(default_factory=set)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +58,12 @@ def words() -> dict[str, Words]:
         for action in _declared(parser):
             said = tuple(map(str, action.choices or ()))
             mine.options |= dict.fromkeys(action.option_strings, said)
+            mine.valued |= set(action.option_strings if action.nargs != 0 else ())
             mine.first += said if not action.option_strings else ()
         if command.recipe is not None:
             mine.first += RECIPES
             mine.options |= fields
+            mine.valued |= set(fields)
         found[name] = mine
     found["recipes"].first += RECIPES
     return found
@@ -80,12 +84,16 @@ def _bash(found: Mapping[str, Words], *, zsh: bool) -> str:
         said = {name: mine.options[option] for name, mine in found.items() if option in mine.options}
         alike = len(set(said.values())) == 1
         values |= {f"{'*' if alike else name}' {option}'": words for name, words in said.items() if words}
+    # Of a value that cannot be listed no word is offered, so that the shell offers files.
+    other = {name: [option for option in mine.valued if not mine.options[option]] for name, mine in found.items()}
+    files = sorted(f"'{name} {option}'" for name, options in other.items() for option in options)
     lines = ["autoload -U +X compinit && compinit", "autoload -U +X bashcompinit && bashcompinit"] if zsh else []
     lines += [
         "_trellis() {",
         '    local cur="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""',
         '    case "${COMP_WORDS[1]} $before" in',
         *(f"        {pattern}) words={shlex.quote(' '.join(said))} ;;" for pattern, said in values.items()),
+        f"        {'|'.join(files)}) words=' ' ;;",
         "    esac",
         '    if [ -z "$words" ] && [ "$COMP_CWORD" -eq 1 ]; then',
         f"        words={shlex.quote(' '.join(found))}",
@@ -109,7 +117,7 @@ def _fish(found: Mapping[str, Words]) -> str:
         if mine.first:
             lines.append(f"{after} -a {shlex.quote(' '.join(mine.first))}")
         for option, said in mine.options.items():
-            takes = f" -x -a {shlex.quote(' '.join(said))}" if said else ""
+            takes = f" -x -a {shlex.quote(' '.join(said))}" if said else " -r" * (option in mine.valued)
             lines.append(f"{after} -l {option.removeprefix('--')}{takes}")
     return "\n".join(lines)
 
