@@ -77,3 +77,11 @@ def test_layers_written_out_keep_what_those_of_a_loop_do(family):
     loop, out = (plan.memory.peak for plan in plans)
     assert abs(out - loop) < 0.08 * loop
     assert not [buffer for buffer in plans[1].memory.kept if "pallas_call" in buffer.name and "f32" in buffer.what]
+
+
+def test_gradients_that_gpus_round_in_one_kernel_are_there_together():
+    """Those of gate and up: each is transformed in float32 first, in blocks of 16."""
+    sizes = {"model.layers": "1", "model.vocab": "512", "data.sequence_length": "256", "batch_size": "16"}
+    plan = quick_plan(load_run("llama_84m", sizes | {"precision.products.mlp": "nvfp4"}), target("4xB200"))
+    transformed = [buffer for buffer in plan.memory.buffers if buffer.what == "f32[16/data 16 4096 16]"]
+    assert len(transformed) == 2

@@ -106,6 +106,7 @@ class _Walk:
         self.host = 0  # bytes of the host's memory that its results, and those of its loops, take
         self.lazy, self.results = fusion.fused_results(body), set(body.results)
         self.updating, self.turning = fusion.read_in(body, ("update",)), fusion.read_in(body, _BACKWARD)
+        self.fences = collections.Counter(map(_alike, filter(_fences, body.operations)))  # those still to come
         self.last = last_uses(body)
         self.ends, self.forward_ends = collections.defaultdict(list), collections.defaultdict(list)
         for value, last in self.last.items():
@@ -296,6 +297,9 @@ class _Walk:
         parts = [part for value in fused for part in self.of(value).made_of]
         for part in parts:
             part.uses += 1
+        if fused:
+            self.fences[_alike(operation)] -= 1
+            self.read_beside(operation, self.fences[_alike(operation)], fused)
         for value in operation.inputs:
             if fused and value is fused[-1]:
                 for part in parts:
@@ -303,6 +307,14 @@ class _Walk:
                     self.drop(part)
             if not self.read_as_made(operation, value):
                 self.realize(operation, value)
+
+    def read_beside(self, operation: Operation, count: int, fused: list[Value]) -> None:
+        """What further fences of the same line read is there, too, since XLA makes all of it in one kernel, such as
+        the gradients of two products in their rounded forms: as much as is made for this one alone."""
+        links = {link: None for value in fused for link in self.of(value).leaves() if link.buffer and not link.pinned}
+        rooms = [link.buffer for link in links]
+        mine = [room for room in rooms if room.operation and _line(room.operation) == _line(operation)]
+        self.mark(count * sum(room.num_bytes for room in mine), tuple(mine) * count, operation.source)
 
     def make(self, value: Value, room: Room) -> Held:
         """The memory of a result."""
@@ -418,3 +430,17 @@ class _Walk:
         room, around = max(self.loops, key=lambda loop: loop[0], default=(0, set()))
         later = [taken.num_bytes for taken in self.at_peak if taken not in around]
         return max(room - VECTOR_MEMORY - sum(size for size in later if size <= room / 2), 0)
+
+
+def _fences(operation: Operation) -> bool:
+    return operation.name == "optimization_barrier"
+
+
+def _line(operation: Operation) -> tuple:
+    """The line that an operation is of, in which layer and which pass."""
+    return operation.source, operation.scope, operation.direction
+
+
+def _alike(operation: Operation) -> tuple:
+    """What fences have in common that XLA for GPUs makes together."""
+    return _line(operation), tuple((value.local_shape, str(value.aval.dtype)) for value in operation.inputs)
