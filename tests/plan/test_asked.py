@@ -173,6 +173,8 @@ def test_the_fullest_device_has_all_rows_at_most(capsys):
     assert main(small.split()) == 2
     assert "fix:   leave it out, or use --mesh.expert 2\n" in capsys.readouterr().err
     assert main([*small.split(), "--mesh.expert", "2"]) == 0
+    assert main([*small.split(), "--load", "9"]) == 2
+    assert "fix:   leave it out, or use --mesh.expert 2 --load 2\n" in capsys.readouterr().err
 
 
 def test_advice_on_products_and_on_activations_can_be_followed():

@@ -232,7 +232,8 @@ def _load(load: float, run: "Run", where: "Target", search: bool) -> float:
         rule = "`--load` cannot exceed the number of devices that experts are sliced over."
         most = math.gcd(run.model.experts, where.num_devices)
         fix = f"use --load {devices} or less" if devices > 1 else "leave it out"
-        fix += f", or use --mesh.expert {most}" if devices == 1 < most else ""
+        less = f" --load {most}" if load > most else ""
+        fix += f", or use --mesh.expert {most}{less}" if devices == 1 < most else ""
         experts = "no experts" if run.model.experts == 1 else f"experts over {devices} device{'s' * (devices > 1)}"
         raise UserError(rule, seen=f"{load:g}, {experts}", where="--load", fix=fix)
     return load
