@@ -231,6 +231,9 @@ def test_gradients_may_have_room_for_more_rows(monkeypatch):
     monkeypatch.setattr(blocks, "weights_gradient", kernel)
     monkeypatch.setattr(gradients, "scattered_tiles", lambda device_kind: 16)
     assert_is_the_definition("expert", "grouped", 1.5, monkeypatch)
+    assert not room  # for weights so small, it would be many times as much
+    monkeypatch.setattr(gradients, "MORE", 3.0)
+    assert_is_the_definition("expert", "grouped", 1.5, monkeypatch)
     assert room and {*room} == {32}  # of four experts' shares, each of one tile across, that fill 16 tiles
     room.clear()
     assert_is_the_definition("expert, many", "ragged", 1.5, monkeypatch)  # weights are not gathered

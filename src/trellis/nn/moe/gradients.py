@@ -17,6 +17,9 @@ from trellis.nn.moe.tiles import LANES, ROWS
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
+# The largest share of rows that is worth summing in vain.
+MORE = 0.1
+
 
 class Apart(eqx.Module):
     """A device's part of a weight, and of what gets its gradient.
@@ -50,8 +53,8 @@ def gradient_of(weight: jax.Array | Apart, kernel: Callable[..., jax.Array], *gi
 
 
 def rows_to_fill(weight: jax.Array, axes: tuple) -> int:
-    """How many rows of a weight's gradient a device is best given to sum: those of the weight, or some more, if its
-    share is then summed beside other work.
+    """How many rows of a weight's gradient devices are best given to sum: those of the weight, or a few more, if their
+    shares are then summed beside other work.
 
     Args:
         weight: `groups in out` where it is at rest.
@@ -65,7 +68,7 @@ def rows_to_fill(weight: jax.Array, axes: tuple) -> int:
     tiles, high = count // ways * -(-columns // LANES), -(-rows // ROWS)
     while high * tiles % fills:
         high += 1
-    return max(rows, high * ROWS) if high * ROWS >= rows + ROWS else rows
+    return high * ROWS if ROWS <= high * ROWS - rows <= MORE * rows else rows
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
