@@ -2,6 +2,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 
 from trellis.choices import check_choices
@@ -60,6 +61,22 @@ def test_a_program_that_gives_a_text_where_a_field_is_true_or_false_is_told(conf
     with pytest.raises(UserError, match=f"`{name}` must be True or False(.|\n)*seen:  {name}='false'") as refused:
         dataclasses.replace(config, **{name: "false"})
     assert refused.value.where == name
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "wrong", "wanted"),
+    [
+        (RUN, "steps", 20.5, "a whole number"),
+        (RUN, "steps", "20", "a whole number"),
+        (RUN, "seed", True, "a whole number"),
+        (RUN, "z_loss", "0", "a number"),
+        (RUN.evaluation, "every", 2.0, "a whole number or None"),
+    ],
+)
+def test_a_program_that_gives_no_number_where_one_is_wanted_is_told(config, name, wrong, wanted):
+    with pytest.raises(UserError, match=f"`{name}` must be {wanted}.\n *seen:  {name}={wrong!r}"):
+        dataclasses.replace(config, **{name: wrong})
+    dataclasses.replace(config, **{name: np.int64(getattr(config, name) or 1)})
 
 
 def test_there_are_such_fields():
