@@ -175,6 +175,17 @@ def test_positions_that_are_given_count_in_the_whole_array():
     )
 
 
+def test_positions_that_are_found_count_in_the_whole_array():
+    for find in (jnp.argmax, jnp.argmin):
+        at = lambda a, find=find: find(gather(a, ("y", "x")), axis=0).astype(jnp.float32)
+        with pytest.raises(TypeMismatch, match="positions must be looked up in a dimension whose parts stand in their"):
+            program(at, "a/x/y b", "b")(A)
+        along = lambda a, find=find: find(gather(a, ("y", "x")), axis=1).sum().astype(jnp.float32)
+        assert float(program(along, "a/x/y b", "")(A)) == float(find(A, axis=1).sum())
+        ordered = lambda a, find=find: find(gather(a, ("x", "y")), axis=0).astype(jnp.float32)
+        np.testing.assert_array_equal(program(ordered, "a/x/y b", "b")(A), find(A, axis=0))
+
+
 UNORDERED = {
     "a sum": (lambda a: gather(a, ("y", "x")).sum(0), lambda a: a.sum(0)),
     "a largest": (lambda a: gather(a, ("y", "x")).max(0), lambda a: a.max(0)),

@@ -146,8 +146,11 @@ def out_of_order(axes: Axes) -> bool:
 
 
 def looks_up(operation: Operation, operands: list[Dims], inputs: list[Value]) -> Axes:
-    """The mesh axes of a dimension out of order in which an operation looks up positions that are made of inputs, which
-    count in the order of the whole array; none if there is no such dimension."""
+    """The mesh axes of a dimension out of order in which an operation looks for the position of the largest or smallest
+    number, or looks up positions that are made of inputs: these count in the order of the whole array. None if there is
+    no such dimension."""
+    if operation.name in ("argmax", "argmin"):
+        return next((operands[0][i] for i in operation.params["axes"] if out_of_order(operands[0][i])), ())
     if operation.name == "gather":
         dims = operation.params["dimension_numbers"].start_index_map
     elif operation.name == "dynamic_slice":
