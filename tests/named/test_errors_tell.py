@@ -177,15 +177,18 @@ def test_what_jax_refuses_of_a_backward_rule_is_told_wherever_a_program_is_read(
             USES[use](jax.grad(lambda w, x: unsummed(x, w).sum()), w, x)
 
 
-def test_a_map_in_manual_mode_that_settles_a_sum_is_told_of_no_layout():
+def test_a_map_in_manual_mode_may_settle_a_sum():
     @tr.shard_map
     def sums(x: tr.f32["batch in/data"]) -> tr.f32["batch"]:
         row = lambda row: tr.settle(tr.einsum("in, in -> ", row, row))
         return tr.vmap(row, "batch")(tr.named(x, "batch in/data")).array
 
-    mesh = tr.make_mesh(data=8)
-    with jax.set_mesh(mesh), pytest.raises(MeshError, match="in manual mode JAX cannot map .* by name on the whole"):
-        sums(jnp.ones((2, 8), out_sharding=jax.P(None, "data")))
+    x = np.arange(16.0, dtype=np.float32).reshape(2, 8)
+    with jax.set_mesh(mesh := tr.make_mesh(data=8)):
+        there = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "data")))
+        np.testing.assert_array_equal(sums(there), (x * x).sum(1))
+        gradient = jax.grad(lambda x: (sums(x) ** 2).sum())(there)
+    np.testing.assert_array_equal(gradient, 4 * x * (x * x).sum(1, keepdims=True))
 
 
 def test_a_compiled_function_holds_no_partial_sums_from_around_it():

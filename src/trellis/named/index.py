@@ -1,11 +1,11 @@
 """Indexing and lookups by name."""
 
-import contextlib
 import math
 
 import jax
 import jax.numpy as jnp
 
+from trellis._compat import refuses_copies
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.take import take_plain
 from trellis.mesh.reshard import place
@@ -46,8 +46,12 @@ def index(x: NamedArray, key) -> NamedArray:
     still = {n: v for n, v in found.items() if not isinstance(v, NamedArray) and v != slice(0, x.shape[n], 1)}
     for name, value in list(still.items()):
         if isinstance(value, int) and _in_slices(x, name):
-            with contextlib.suppress(NotImplementedError):  # JAX maps over nothing that begins a pending sum
+            try:
                 x = row(x, name, value)
+            except (NotImplementedError, ValueError) as error:
+                if not refuses_copies(error):  # JAX maps over nothing whose result is a pending sum
+                    raise
+            else:
                 del still[name]
     x = _before_uneven_slices(whole(x, tuple(still), "indexing"), still)
     for name, value in still.items():
