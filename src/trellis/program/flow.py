@@ -415,8 +415,10 @@ def is_gathered(operation: Operation, axes: Collection[str]) -> bool:
 
 
 def _gathers(operation: Operation, axes: Collection[str]) -> bool:
-    before, after = operation.operands[0].state, operation.results[0].state
-    return {*axes} <= {*before.sliced} and not {*axes} & {*after.sliced}
+    """Whether a reshard, or one of its result, since JAX 0.12 has some that move nothing, gathers along mesh axes."""
+    before, made = operation.operands[0].state, operation.results[0]
+    gathers = {*axes} <= {*before.sliced} and not {*axes} & {*made.state.sliced}
+    return gathers or any(reader.name == "reshard" and _gathers(reader, axes) for reader in made.readers)
 
 
 def origin(value: Value) -> Value:
