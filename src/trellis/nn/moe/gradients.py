@@ -13,9 +13,10 @@ from jax import lax
 from trellis.mesh.platform import device_kind_of, scattered_tiles
 from trellis.named import NamedArray
 from trellis.named.placing import move
-from trellis.nn.moe.tiles import LANES, ROWS
+from trellis.nn.moe.tiles import ROWS
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
+from trellis.program.sizes import tiles_filled
 
 # The largest share of rows that is worth summing in vain.
 MORE = 0.1
@@ -65,10 +66,10 @@ def rows_to_fill(weight: jax.Array, axes: tuple) -> int:
     fills = scattered_tiles(device_kind_of(weight))
     if fills == 1 or not 1 < ways < mesh.size or any(axes):
         return rows
-    tiles, high = count // ways * -(-columns // LANES), -(-rows // ROWS)
-    while high * tiles % fills:
-        high += 1
-    return high * ROWS if ROWS <= high * ROWS - rows <= MORE * rows else rows
+    high = rows
+    while tiles_filled((count // ways, high, columns)) % fills:
+        high = (high // ROWS + 1) * ROWS
+    return high if high - rows <= MORE * rows else rows
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))

@@ -294,19 +294,20 @@ def _mixed(
             return save(out, EXPERT_WEIGHTS, if_named=True)
 
     # Of a narrow weight only the numbers move. Where more rows are better summed, a weight's gradient goes its own way.
+    weights = gate, up, down
     marked = [n for n, kind in enumerate(kinds) if kind is not None]
-    filled = {n: rows_to_fill(w.array, of_weights[n]) for n, w in enumerate((gate, up, down)) if n not in marked}
-    longer = {n: rows for n, rows in filled.items() if rows > (gate, up, down)[n].array.shape[1]}
+    filled = {n: rows_to_fill(w.array, of_weights[n]) for n, w in enumerate(weights) if n not in marked}
+    longer = {n: rows for n, rows in filled.items() if rows > weights[n].array.shape[1]}
 
     def only_gradient(n, rows=None):
-        w = (gate, up, down)[n]
+        w = weights[n]
         return gradient_only(w.array, w.names, of_weights[n], others, rows or w.array.shape[1])
 
     moved = [
         only_gradient(n) if n in marked else brought(_fixed(a) if n in longer else a, *where)
         for n, (a, *where) in enumerate(zip((*arrays, *narrow), slices, copied, strict=True), -tokens_end)
     ]
-    outer = [_gathered(*pair)[0] for pair in zip((gate, up, down), moved[tokens_end:])]
+    outer = [_gathered(*pair)[0] for pair in zip(weights, moved[tokens_end:])]
     moved += [only_gradient(*each) for each in longer.items()]
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
     mix = by_device(
