@@ -13,7 +13,7 @@ With `--compile` the compilers of TPUs and GPUs are asked instead whether each r
 CUDA plugin). Step times are made from compiled programs as `trellis plan --compile` does; nothing runs.
 
 With `--winner` they are asked about what the search prefers to a recipe, in `recipes_contested.txt` there. Where that
-takes longer by their schedules, the recipe is not behind.
+takes longer by their schedules, or leaves no tenth of the memory free, the recipe is not behind.
 """
 
 import argparse
@@ -136,8 +136,12 @@ def contested_row(name: str) -> tuple[str, ...]:
     best = search(run, where).roomy(ROOM)
     if best is None or best.plan is None:
         raise SystemExit(f"the search finds no setting with room for {name}")
-    steps = [judge(quick_plan(r, where), *compile_run(r, where, progress=True)).seconds for r in (run, best.run)]
-    said = ("does not fit" if step is None else f"{step:.3f}" for step in steps)
+    said = []
+    for r in (run, best.run):
+        prepared, compiled = compile_run(r, where, progress=True)
+        step = judge(quick_plan(r, where), prepared, compiled).seconds
+        tight = r is best.run and compiled.peak > ROOM * where.chip.hbm_bytes
+        said.append("does not fit" if step is None else "no room" if tight else f"{step:.3f}")
     return (name, where.name, settings_of(run), *said, best.words())
 
 
@@ -153,7 +157,7 @@ def is_behind(line: tuple[str, ...], contested: Path = CONTESTED) -> bool:
 
 def is_slower(asked: tuple[str, ...]) -> bool:
     """Whether a row of contested recipes says that the search's winner takes no longer."""
-    mine, winner = (math.inf if step == "does not fit" else float(step) for step in asked[3:5])
+    mine, winner = (math.inf if step in ("does not fit", "no room") else float(step) for step in asked[3:5])
     return mine >= winner
 
 

@@ -104,6 +104,7 @@ def test_settings_are_what_a_plan_is_made_from(recipes):
     [
         ("1.300", "1.400", "1234abcd", False),
         ("1.300", "does not fit", "1234abcd", False),
+        ("1.300", "no room", "1234abcd", False),
         ("1.300", "1.300", "1234abcd", True),
         ("does not fit", "1.400", "1234abcd", True),
         ("1.300", "1.400", "before", True),

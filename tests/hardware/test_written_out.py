@@ -51,7 +51,7 @@ def gradient_on(hardware: str, layers: int = 4, count: int = 1, **how) -> str:
 
 @pytest.mark.parametrize(
     ("hardware", "layers", "count", "loops"),
-    [("1xH100", 4, 1, 0), ("1xH100", 65, 1, 2), ("8xH100", 4, 2, 0), ("8xH100", 17, 2, 2), ("v5e:2x2", 4, 1, 2)],
+    [("1xH100", 4, 1, 0), ("1xH100", 65, 1, 2), ("8xH100", 4, 2, 0), ("8xH100", 65, 2, 2), ("v5e:2x2", 4, 1, 2)],
 )
 def test_layers_are_written_out_on_gpus(hardware, layers, count, loops):
     assert gradient_on(hardware, layers, count).count("scan[") == loops
@@ -68,6 +68,16 @@ def test_what_is_made_again_is_hidden_from_the_compiler(hardware):
 
 def test_nothing_goes_through_the_loop():
     assert longest_written_out(()) == 0
+
+
+@pytest.mark.parametrize(
+    ("hardware", "weights", "most"), [("8xH100", 1e10, 64), ("8xH100", 1.1e10, 16), ("v5e:2x2", 1, 0)]
+)
+def test_more_layers_are_written_out_on_several_gpus_if_their_weights_are_few(hardware, weights, most):
+    """Those of many would be gathered long before they are needed."""
+    mesh = tr.make_mesh(described_devices(target(hardware))[:2], data=2)
+    carried = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))
+    assert longest_written_out(carried, weights) == most
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import pytest
 from tests.plan.small import small
 from trellis.hardware.chips import target
 from trellis.inspect import Memory
+from trellis.mesh import platform
 from trellis.plan.advice import advice
-from trellis.plan.candidate import Candidate, with_less_kept, writes_out
+from trellis.plan.candidate import Candidate, with_less_kept, writes_out, written_out
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import search
-from trellis.plan.sketch import Sketch
+from trellis.plan.sketch import Sketch, sketch
 from trellis.recipes import load_run
 from trellis.run.config import Remat, Run
 
@@ -53,11 +54,26 @@ def mixture(**options: str) -> Run:
     return load_run("mixtral_8x7b_v5p_64", MIXTURE | options)
 
 
-def test_only_mixtures_on_tpus_whose_loops_nobody_asked_for_are_tried_written_out():
-    tpu = target("v5p:2x2x1")
-    assert writes_out(mixture(), tpu) and writes_out(mixture(scan_layers="false"), tpu)
-    assert not writes_out(mixture(scan_layers="true"), tpu)
-    assert not writes_out(mixture(), target("4xH100")) and not writes_out(small(), tpu)
+def test_layers_whose_loop_nobody_asked_for_are_tried_written_out():
+    assert writes_out(mixture()) and writes_out(mixture(scan_layers="false")) and writes_out(small())
+    assert not writes_out(mixture(scan_layers="true"))
+    assert not writes_out(small(mesh__stage="2"))
+
+
+@pytest.mark.parametrize(
+    ("on", "layers", "few", "tried"),
+    [("v5e:2x2", 2, 10**10, 1), ("4xH100", 2, 0, 0), ("4xH100", 17, 10**10, 0), ("4xH100", 17, 0, 1)],
+)
+def test_layers_are_tried_written_out_where_a_loop_copies(monkeypatch, on, layers, few, tried):
+    """Those of GPUs are written out anyway if they or their weights are few."""
+    monkeypatch.setattr(platform, "_FEW_WEIGHTS", few)
+    where = target(on)
+    run = small(model__layers=str(layers), mesh__data="4", remat__policy="saved")
+    loop = Candidate(run, {}, sketch(run, where, {"data": 4}), quick_plan(run, where))
+    found = written_out([loop], where, run)
+    assert [(c.run.scan_layers, c.options) for c in found] == [(False, {"scan_layers": "false"})] * tried
+    assert found == [] or quick_plan(found[0].run, where).seconds < loop.seconds
+    assert written_out([dataclasses.replace(loop, run=dataclasses.replace(run, scan_layers=True))], where, run) == []
 
 
 @pytest.mark.slow

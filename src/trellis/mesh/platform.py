@@ -1,5 +1,6 @@
 """Where a computation will run, asked while it is traced, and of what kind devices are."""
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -111,19 +112,23 @@ def _device(x: jax.Array) -> Any:
 # that keeps everything, and 6 % of one that keeps what it must (benchmarks/results/accelerator_h200.txt). A compiler
 # takes a second or two for each layer, which a run on several GPUs pays for all at once; there, the order of what they
 # send matters, too: by the CUDA compiler's schedules a step of Llama 1B on 8 A100s takes 269 ms instead of 291 and 12.5
-# GiB instead of 19.7, one of GPT-OSS on 8 B200s (12 turns) 795 instead of 813, and one of Mixtral (32) 77 GiB instead
-# of 52.
+# GiB instead of 19.7, one of GPT-OSS on 8 B200s (12 turns) 795 instead of 813, one of Llama 8B on 8 H100s (32 turns,
+# compiled in 32 s instead of 16) 1.59 s instead of 1.64 in the same 59.7 GiB, and one of Mixtral (32) 75.5 GiB instead
+# of 51.9: weights of later layers are gathered as early as there is room. So more layers are written out if all of
+# their weights, gathered, take a quarter of a GPU's memory.
 _WRITTEN_OUT = {"cpu": (16, 16), "cuda": (64, 16)}  # on one device, and on several
+_FEW_WEIGHTS = 10**10
 
 
-def longest_written_out(x: Any) -> int:
+def longest_written_out(x: Any, weights: float = math.inf) -> int:
     """How many turns at most a loop over layers may have to be faster written out; 0 if none is.
 
     On a CPU, unless it only rehearses a larger machine: more devices than processors are a rehearsal, for which the
-    time to compile matters more. On GPUs, more of them on one that is alone.
+    time to compile matters more. On GPUs, more of them on one that is alone, and on several if their weights are few.
 
     Args:
         x: an array, or a tree of them, that goes through the loop.
+        weights: how many numbers all layers' parameters are.
     """
     leaves = jax.tree.leaves(x)
     if not leaves:
@@ -132,7 +137,7 @@ def longest_written_out(x: Any) -> int:
     several = not mesh.empty and mesh.size > 1
     if several and platform == "cpu" and rehearses(mesh):
         return 0
-    return _WRITTEN_OUT.get(platform, (0, 0))[several]
+    return _WRITTEN_OUT.get(platform, (0, 0))[several and weights > _FEW_WEIGHTS]
 
 
 def rehearses(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:

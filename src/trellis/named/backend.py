@@ -37,21 +37,22 @@ sums_of_own_slices()  # before anything is lowered
 transform_own_rows()
 
 
-def written_out(length: int, carried) -> bool:
+def written_out(length: int, carried, weights: float = math.inf) -> bool:
     """Whether a loop of this length is written out.
 
     On CPUs and GPUs a loop copies every value that it keeps into and out of a stack; on TPUs, what kernels make.
 
     Args:
         carried: the tree of arrays that the loop carries.
+        weights: how many numbers the parameters of all turns are.
     """
-    return length <= _longest_written_out(carried)
+    return length <= _longest_written_out(carried, weights)
 
 
-def _longest_written_out(carried) -> float:
+def _longest_written_out(carried, weights: float = math.inf) -> float:
     """How many turns at most a loop may have to be written out: as the program was told, or what is faster."""
     if (scanned := tuned().scan_layers) is None:
-        return longest_written_out(carried)
+        return longest_written_out(carried, weights)
     return 0 if scanned else math.inf
 
 

@@ -72,7 +72,7 @@ class Stacked(eqx.Module):
             isinstance(self.block, tuple)
             or self.unrolled
             or self.unroll
-            or not written_out(self.axis.size, leaves)
+            or not self._written_out(leaves)
             or any(p.names[0] != self.axis.name or state_of(p.array).axes[0] for p, s in zip(leaves, stacked) if s)
         ):
             return self
@@ -118,6 +118,11 @@ class Stacked(eqx.Module):
             return met[0]
         return self._run(_call(call), x, args, each, policy)
 
+    def _written_out(self, carried) -> bool:
+        return written_out(
+            self.axis.size, carried, sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self.block))
+        )
+
     def _run(self, body, x, args, each, policy):
         one = lambda carry, block, each: body(block, carry, *each, *args)
         if isinstance(self.block, tuple):
@@ -125,7 +130,7 @@ class Stacked(eqx.Module):
         if self.unrolled:
             run = loop(one, self.axis, False, self.axis.size, policy, once=lambda layer: layer)
         else:
-            unroll = self.unroll or (self.axis.size if written_out(self.axis.size, x) else 1)
+            unroll = self.unroll or (self.axis.size if self._written_out(x) else 1)
             wide = bool(args) and any_narrow(args)
             run = loop(one, self.axis, False, unroll, policy, once=jax.jit, wide=wide)
         return run(x, self.block, tuple(each))

@@ -120,8 +120,7 @@ def advice(plan: Plan, planned: Callable[[str], Plan] | None = None, larger: str
             f"{bound['memory'] / total:.0%} of the step waits for memory bandwidth: more tokens a device make products "
             f"larger, which read each weight for more tokens{f' ({larger})' * bool(larger)}"
         )
-    alone = lambda what: sum(work_line(piece, plan.target.chip).seconds for piece in plan.work if piece.alone == what)
-    if (turns := alone(TURNED)) > 0.03 * total:
+    if (turns := plan.alone(TURNED)) > 0.03 * total:
         axes = "/".join(axis for axis in DATA_AXES if plan.mesh.get(axis, 1) > 1)
         by_words = f"--layout.preset data --layout.params.vocab {axes} --layout.params.embed {axes}"
         found += trial.helping(
@@ -131,15 +130,16 @@ def advice(plan: Plan, planned: Callable[[str], Plan] | None = None, larger: str
                 by_words,
             )
         )
-    if (anew := alone(ANEW)) > 0.03 * total:
+    if (anew := plan.alone(ANEW)) > 0.03 * total:
         found.append(
             f"{anew / total:.0%} of the step lays experts out anew, slices of whose widths are gathered in another "
             "order: slice them by number (--layout.params.experts, over mesh axes that divide it)"
         )
-    if plan.target.chip.kind == "tpu" and (copies := alone(STACKED)) > 0.03 * total:
+    if (copies := plan.alone(STACKED)) > 0.03 * total:
+        makes = "kernels make" if plan.target.chip.kind == "tpu" else "products and kernels make"
         found += trial.helping(
             (
-                f"{copies / total:.0%} of the step copies what kernels make for the backward pass, because layers are "
+                f"{copies / total:.0%} of the step copies what {makes} for the backward pass, because layers are "
                 "a loop: write them out (--scan_layers false), which takes longer to compile",
                 "--scan_layers false",
             )

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trellis.hardware.chips import Target
+from trellis.inspect.work import STACKED
 from trellis.plan.quick import Plan
 from trellis.plan.sketch import Sketch
 from trellis.run.config import Run
 
 # The share of a device's memory within which a variant surely fits, if it was not planned but a similar one was.
 _ROOM = 0.9
+# The share of a step that a loop's copies must take for a plan without them: what is written out is to be that faster.
+_COPIES = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,15 +142,15 @@ def _kind(candidate: Candidate) -> tuple:
     return layout.context, mesh.model, mesh.context, mesh.replica, mesh.expert, mesh.expert_y, mesh.stage, layout.preset
 
 
-def writes_out(run: Run, target: Target) -> bool:
-    """Whether a search tries a run also with layers that are written out: mixtures of experts on TPUs, where a loop
-    copies what kernels make for the backward pass, which is much of what they keep."""
-    staged = run.mesh.stage > 1
-    return target.chip.kind == "tpu" and run.model.experts > 1 and not staged and run.scan_layers is not True
+def writes_out(run: Run) -> bool:
+    """Whether a search tries a run also with layers that are written out, where a loop copies what products and kernels
+    make for the backward pass: unless the user asks for a loop, or layers are dealt out to stages."""
+    return run.mesh.stage == 1 and run.scan_layers is not True
 
 
 def written_out(planned: Sequence[Candidate], target: Target, written: Run) -> list[Candidate]:
-    """The two fastest that surely fit whose layers are a loop, with layers that are written out. They have no plan yet.
+    """The two fastest that surely fit and of which a hundredth of the step is a loop's copies, with layers that are
+    written out. They have no plan yet.
 
     Args:
         planned: the candidates with their plans, or why there is none.
@@ -156,7 +159,8 @@ def written_out(planned: Sequence[Candidate], target: Target, written: Run) -> l
     """
     done = [c.run for c in planned if c.run.scan_layers is False]
     able = [c for c in planned if c.plan is not None and c.peak <= _ROOM * target.chip.hbm_bytes]
-    able = [c for c in able if c.run.scan_layers is None and writes_out(c.run, target)]
+    able = [c for c in able if c.run.scan_layers is None and writes_out(c.run)]
+    able = [c for c in able if c.plan.alone(STACKED) > _COPIES * c.seconds]
     found = []
     for c in sorted(able, key=lambda c: c.seconds)[:2]:
         run = dataclasses.replace(c.run, scan_layers=False)

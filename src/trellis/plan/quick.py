@@ -10,12 +10,12 @@ from trellis.hardware.described import described_devices
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.memory import Memory, memory_of
 from trellis.inspect.rows import Ledger
-from trellis.inspect.work import Piece, work
+from trellis.inspect.work import Alone, Piece, work
 from trellis.named.pipeline.parts import Parts
 from trellis.named.pipeline.schedule import Schedule
 from trellis.plan.links import Links, links_of
 from trellis.plan.prepared import Prepared, prepare
-from trellis.plan.roofline import HIDING_OPTIONS, Times, times
+from trellis.plan.roofline import HIDING_OPTIONS, Times, times, work_line
 from trellis.plan.turns import turns_of
 from trellis.program import Program, trace
 from trellis.program.said import refused_said
@@ -75,6 +75,10 @@ class Plan:
     def seconds(self) -> float:
         """The predicted time of a step."""
         return self.times.seconds
+
+    def alone(self, what: Alone) -> float:
+        """Seconds of a step in which work is by itself that might be part of other work, of this kind."""
+        return sum(work_line(piece, self.target.chip).seconds for piece in self.work if piece.alone == what)
 
     @property
     def mfu(self) -> float:

@@ -284,7 +284,7 @@ def search(
     whole, run, written = run, run.at(start), written or run
     refused = functools.cache(functools.partial(_refused, described_devices(target), whole))
     # Plans of layers that are written out take long. The fastest have them, once it is known which these are.
-    looped = dataclasses.replace(run, scan_layers=None) if writes_out(run, target) else run
+    looped = dataclasses.replace(run, scan_layers=None) if writes_out(run) else run
     for variant, options in variants(looped, target, written):
         if why := refused(variant.mesh, variant.layout, variant.microbatches, variant.accumulation):
             refusals.append(why)

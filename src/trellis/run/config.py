@@ -223,9 +223,10 @@ class Run:
     """What is kept for the backward pass."""
     scan_layers: bool | None = None
     """Whether the compiled step has a loop over layers, which compiles once for all of them, or has them written out.
-    null writes them out where that was measured to be faster: up to 16 on a CPU or on several GPUs, 64 on one GPU.
-    Set it to false on TPUs if kernels make much of what is kept, as in mixtures of experts: a loop copies that. Set it
-    to true if compiling takes too long."""
+    null writes them out where that was measured to be faster: up to 16 on a CPU or on several GPUs, 64 on one GPU, and
+    on several if all layers have at most ten billion parameters. Set it to false if much of what is kept is made by
+    kernels, on GPUs also by products: a loop copies that, and a plan says how much. Set it to true if compiling takes
+    too long."""
     mesh: MeshSizes = MeshSizes()
     """Devices along each mesh axis."""
     layout: LayoutChoice = LayoutChoice()
