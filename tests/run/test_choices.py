@@ -1,4 +1,6 @@
 import dataclasses
+import math
+import re
 import typing
 from collections.abc import Mapping
 
@@ -9,7 +11,10 @@ from trellis.choices import check_choices
 from trellis.errors import UserError
 from trellis.nn import Precision
 from trellis.nn.moe import Routing
-from trellis.recipes import load_run
+from trellis.recipes import load_run, tiny
+from trellis.run.config import BatchSize, SequenceLength
+from trellis.run.data import MixturePart
+from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import fields_of, tag_of
 
 # One with experts, whose configuration has the routing.
@@ -77,6 +82,54 @@ def test_a_program_that_gives_no_number_where_one_is_wanted_is_told(config, name
     with pytest.raises(UserError, match=f"`{name}` must be {wanted}.\n *seen:  {name}={wrong!r}"):
         dataclasses.replace(config, **{name: wrong})
     dataclasses.replace(config, **{name: np.int64(getattr(config, name) or 1)})
+
+
+WEB = MixturePart(name="web", path="stores/web", weight=1.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "wrong", "rule", "fix"),
+    [
+        (RUN, "seed", 2**40, "A whole number must fit in 31 bits", "use a smaller number"),
+        (RUN, "clip_norm", math.inf, "A number must fit in float32", "use a number in that range"),
+        (RUN, "checkpoints", None, "`checkpoints` must be a CheckpointRule.", "make one, as in CheckpointRule("),
+        (RUN, "optimizer", "lion", "`optimizer` must be an AdamW, a Lion, a Muon or an Adafactor.", "as in Lion("),
+        (RUN, "mesh", {"data": 2}, "`mesh` must be a MeshSizes.", "make one, as in MeshSizes("),
+        (RUN, "profile", 3, "`profile` must be a Profile or None.", "make one, as in Profile("),
+        (RUN, "name", None, "`name` must be a text.", "write one"),
+        (RUN, "batch_size", 8.0, "`batch_size` must be a whole number or a tuple, each of it a BatchSize.", "make one"),
+        (RUN, "batch_size", (8, 16), "`batch_size` must be a whole number or a tuple", "make one, as in BatchSize("),
+        (RUN, "compiler_options", {"xla_cpu_x": 3}, "must be a map from texts, each to a text.", "write one"),
+        (RUN.checkpoints, "keep_latest", 2.5, "`keep_latest` must be a whole number.", "write one"),
+        (RUN.deadline, "seconds", None, "`seconds` must be a number.", "write one"),
+        (RUN.mesh, "data", "2", "`data` must be a whole number.", "write one"),
+        (RUN.layout, "params", {"embed": 3}, "`params` must be a map from texts, each to a text.", "write one"),
+        (RUN.optimizer, "learning_rate", "3e-3", "`learning_rate` must be a number.", "write one"),
+        (RUN.schedule, "warmup_steps", 2.5, "`warmup_steps` must be a whole number.", "write one"),
+        (RUN.model, "layers", 2.0, "`layers` must be a whole number.", "write one"),
+        (RUN.model, "rope_scaling", "linear", "`rope_scaling` must be a LinearScaling, ", "as in LinearScaling("),
+        (RUN.data, "source", "stores/a", "`source` must be an EmbeddedSource, ", "make one, as in EmbeddedSource("),
+        (WEB, "weight", "0.5", "`weight` must be a number or a tuple, each of it a PartWeight.", "make one"),
+        (SequenceLength(step=1, length=64), "length", 64.0, "`length` must be a whole number.", "write one"),
+    ],
+)
+def test_a_program_that_gives_a_value_of_another_type_is_told(config, name, wrong, rule, fix):
+    with pytest.raises(
+        UserError, match=rf"{re.escape(rule)}[\s\S]*\n *seen:  {name}={re.escape(repr(wrong))}"
+    ) as refused:
+        dataclasses.replace(config, **{name: wrong})
+    assert refused.value.where == name and fix in refused.value.fix
+
+
+def test_a_program_may_give_lists_dictionaries_and_numbers_of_numpy(tmp_path):
+    """They become what a file gives: values that have a hash and are written to `run.yaml`."""
+    sizes, lengths = [BatchSize(step=0, size=8)], [SequenceLength(step=3, length=128)]
+    layout = dataclasses.replace(tiny().layout, params={"embed": "data"})
+    changes = {"steps": np.int64(9), "clip_norm": np.float32(0.5), "layout": layout}
+    run = dataclasses.replace(tiny(), batch_size=sizes, lengths=lengths, **changes)
+    assert run.batch_size == tuple(sizes) and run.lengths == tuple(lengths) and hash(run)
+    write_run(run, tmp_path / "run.yaml")
+    assert read_run(tmp_path / "run.yaml") == run
 
 
 def test_there_are_such_fields():

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Annotated
 
 from trellis import UserError
+from trellis.choices import check_choices
 from trellis.nn import Scaling
 from trellis.nn.moe import Routing
 
@@ -45,11 +46,13 @@ _FROM_ZERO = ("dropout", "dense_layers")
 
 
 def check_sizes(config) -> None:
-    """The numbers of a configuration are positive: integers are sizes, others are bases and terms added under a root.
+    """The values of a configuration are of their fields' types, and its numbers positive: integers are sizes, others
+    are bases and terms added under a root.
 
     Raises:
         UserError: naming the first that is not.
     """
+    check_choices(config)
     for field in dataclasses.fields(config):
         size = getattr(config, field.name)
         if isinstance(size, bool) or field.name in _FROM_ZERO or not isinstance(size, int | float) or size > 0:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from trellis.choices import check_choices
 from trellis.errors import UserError
 from trellis.mesh.layout import current_layout
 from trellis.named import Axis, NamedArray, NamesError, cos, einsum, multiply, outer, sin
@@ -32,6 +33,7 @@ class LinearScaling:
     """How many times longer the context is than in training. Set it to the new length over the old one."""
 
     def __post_init__(self):
+        check_choices(self)
         _check_positive(factor=self.factor)
 
     magnitude = 1.0
@@ -56,6 +58,7 @@ class Llama3Scaling:
     """Positions in training. Set it to the length that the model was first trained with."""
 
     def __post_init__(self):
+        check_choices(self)
         _check_positive(
             factor=self.factor, low_freq_factor=self.low_freq_factor, original_context=self.original_context
         )
@@ -99,6 +102,7 @@ class YarnScaling:
     model."""
 
     def __post_init__(self):
+        check_choices(self)
         _check_positive(factor=self.factor, beta_slow=self.beta_slow, original_context=self.original_context)
         if not self.beta_fast > self.beta_slow:
             raise UserError(

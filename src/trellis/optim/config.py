@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from trellis.choices import check_choices
 from trellis.errors import UserError
 
 
@@ -54,6 +55,7 @@ class AdamW:
     above training loss; set 0 for short runs."""
 
     def __post_init__(self):
+        check_choices(self)
         _check_rates(self.learning_rate, self.weight_decay)
         _check_decay("beta1", self.beta1)
         _check_decay("beta2", self.beta2)
@@ -77,6 +79,7 @@ class Lion:
     above training loss; set 0 for short runs."""
 
     def __post_init__(self):
+        check_choices(self)
         _check_rates(self.learning_rate, self.weight_decay)
         _check_decay("beta1", self.beta1)
         _check_decay("beta2", self.beta2)
@@ -115,6 +118,7 @@ class Muon:
     above training loss; set 0 for short runs."""
 
     def __post_init__(self):
+        check_choices(self)
         _check_rates(self.learning_rate, self.weight_decay)
         for name in ("beta", "adam_beta1", "adam_beta2"):
             _check_decay(name, getattr(self, name))
@@ -151,6 +155,7 @@ class Adafactor:
     above training loss; set 0 for short runs."""
 
     def __post_init__(self):
+        check_choices(self)
         _check_rates(self.learning_rate, self.weight_decay)
         if self.beta1 is not None:
             _check_decay("beta1", self.beta1)
@@ -184,6 +189,7 @@ class Constant:
     """Steps from 0 to the peak. Raise it if the loss jumps early, or the learning rate is high."""
 
     def __post_init__(self):
+        check_choices(self)
         _check_warmup(self.warmup_steps)
 
 
@@ -199,6 +205,7 @@ class Linear:
     last step."""
 
     def __post_init__(self):
+        check_choices(self)
         _check_warmup(self.warmup_steps)
         _check_final(self.final_fraction)
 
@@ -215,6 +222,7 @@ class Cosine:
     last step."""
 
     def __post_init__(self):
+        check_choices(self)
         _check_warmup(self.warmup_steps)
         _check_final(self.final_fraction)
 
@@ -234,6 +242,7 @@ class WSD:
     last step."""
 
     def __post_init__(self):
+        check_choices(self)
         _check_warmup(self.warmup_steps)
         _check_final(self.final_fraction)
         rule = "The decay must take at least one step."
@@ -250,6 +259,7 @@ class InverseSqrt:
     is high."""
 
     def __post_init__(self):
+        check_choices(self)
         rule = "An inverse square root needs a warmup of at least one step."
         _check(self.warmup_steps >= 1, rule, "warmup_steps", self.warmup_steps, "use 1 or more")
 

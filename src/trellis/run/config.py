@@ -33,6 +33,7 @@ class BatchSize:
     """Sequences in a step. Raise it over the run: late steps gain more from large batches."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(0, step=self.step)
         at_least(1, size=self.size)
 
@@ -73,6 +74,7 @@ class CheckpointRule:
     """Checkpoints of multiples of this step are kept too. Set it to compare states of the run later."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(1, keep_latest=self.keep_latest, every=self.every, keep_every=self.keep_every)
 
 
@@ -141,6 +143,7 @@ class DeadlineRule:
     unavailable for longer."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(2, factor=self.factor)
         at_least(1, seconds=self.seconds)
 
@@ -155,6 +158,7 @@ class Profile:
     """How many steps are traced. Raise it if steps differ from each other."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(1, steps=self.steps)
         at_least(0, start=self.start)
 
@@ -170,6 +174,9 @@ class Distributed:
     """Number of processes. Set it with the coordinator."""
     process: int | None = None
     """Number of this process, from 0. Set it with the coordinator, to its own number in each process."""
+
+    def __post_init__(self):
+        check_choices(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ class EmbeddedSource:
     larger models gain from fewer tokens a text."""
 
     def __post_init__(self):
+        check_choices(self)
         check_bpe_size(self.vocab, "vocab")
 
 
@@ -33,6 +34,9 @@ class StoreSource:
     validation: str | None = None
     """The store that validation reads; null means none. Give one to see whether the model learns more than its text."""
 
+    def __post_init__(self):
+        check_choices(self)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartWeight:
@@ -44,6 +48,7 @@ class PartWeight:
     """The share, relative to the others' at the same step. Raise it for texts that late steps should see more of."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(0, step=self.step, weight=self.weight)
 
 
@@ -65,6 +70,7 @@ class MixturePart:
     """The store that validation reads; null means none. Give one to see whether the model learns more than its text."""
 
     def __post_init__(self):
+        check_choices(self)
         if isinstance(self.weight, int | float):
             at_least(0, weight=self.weight)
         elif not self.weight or [w.step for w in self.weight] != sorted({0, *(w.step for w in self.weight)}):
@@ -91,6 +97,7 @@ class MixtureSource:
     often."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(1, block=self.block)
         check_block(self.block, len(self.parts), "block")
         names = [part.name for part in self.parts]

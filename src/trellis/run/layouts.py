@@ -104,6 +104,7 @@ class MeshSizes:
     than its products: large models, small batches."""
 
     def __post_init__(self):
+        check_choices(self)
         sizes = dataclasses.asdict(self)
         for name, size in sizes.items():
             if size < 1 and size != -1:

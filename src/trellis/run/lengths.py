@@ -7,6 +7,7 @@ import math
 from collections.abc import Generator
 from typing import TYPE_CHECKING, NamedTuple
 
+from trellis.choices import check_choices
 from trellis.errors import UserError
 from trellis.nn import Scaling
 from trellis.run.schema import at_least
@@ -36,6 +37,7 @@ class SequenceLength:
     phase before."""
 
     def __post_init__(self):
+        check_choices(self)
         at_least(1, step=self.step, length=self.length, batch_size=self.batch_size, microbatches=self.microbatches)
         if self.rope_theta is not None and not self.rope_theta > 0:
             fix = "use a positive number, as in 500000.0"

@@ -16,6 +16,9 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Union
 
+import numpy as np
+
+from trellis.choices import out_of_range
 from trellis.errors import UserError, did_you_mean, shortened
 from trellis.frozen import FrozenMap
 
@@ -149,7 +152,7 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return value
+    return value.item() if isinstance(value, np.generic) else value  # a program may have given a NumPy number
 
 
 def _join(path: str, name: object) -> str:
@@ -200,21 +203,9 @@ def build(kind: Any, data: Any, path: str = "", origin: Origin = lambda path, *_
     raise _wrong(kind, data, path, origin)
 
 
-# Devices count in 32 bits and compute in float32: a number that is too large for that, or so small that it would become
-# 0, is a mistake.
-_MOST_WHOLE = 2**31 - 1
-_LEAST_NUMBER, _MOST_NUMBER = 1.2e-38, 3.4e38
-
-
 def _within_range(data: Any, path: str, origin: Origin) -> Any:
-    if isinstance(data, int) and abs(data) > _MOST_WHOLE:
-        rule, fix = (
-            f"A whole number must fit in 31 bits: its magnitude can be at most {_MOST_WHOLE:,}.",
-            "use a smaller number",
-        )
-    elif isinstance(data, float) and data and not _LEAST_NUMBER <= abs(data) <= _MOST_NUMBER:
-        rule = f"A number must fit in float32: 0, or a magnitude from {_LEAST_NUMBER} to {_MOST_NUMBER}."
-        fix = "use a number in that range; to turn something off, use null where the field allows it"
+    if beyond := out_of_range(data):
+        rule, fix = beyond
     elif isinstance(data, str) and "\0" in data:
         rule, fix = "Text cannot contain a NUL byte.", "remove it"
     elif isinstance(data, str) and re.search("[\ud800-\udfff]", data):  # what Python makes of bytes that are not UTF-8
