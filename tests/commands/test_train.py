@@ -110,8 +110,8 @@ def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
 def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, tmp_path, capsys):
     code, _, err = trellis(capsys, "train", run_file, "--run-dir", "gs://bucket/run")
     assert code == 2
-    assert "A run's folder must be in a file system." in err and "seen:  gs://bucket/run" in err
-    assert "where: --run-dir" in err and "fix:   mount the bucket (gcsfuse, s3fs) and use its folder" in err
+    assert "A run's folder must be in a file system." in err and "where: gs://bucket/run" in err
+    assert "fix:   mount the bucket (gcsfuse, s3fs) and use its folder" in err
     code, _, err = trellis(capsys, "train", run_file, "--run-dir", tmp_path / os.fsdecode(b"a\xff"))
     assert code == 2 and "The path of a run's folder must be valid UTF-8." in err and not any(tmp_path.glob("a*"))
 

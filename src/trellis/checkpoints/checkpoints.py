@@ -21,7 +21,7 @@ import numpy as np
 
 from trellis.checkpoints.asked import check_content, check_newest, check_places, number_of, stored_name
 from trellis.checkpoints.entries import entries, rebuild
-from trellis.checkpoints.held import held_by_another, hold, let_go
+from trellis.checkpoints.held import held_by_another, hold, let_go, make
 from trellis.checkpoints.manifest import (
     MANIFEST,
     NAME,
@@ -36,6 +36,7 @@ from trellis.checkpoints.manifest import (
 )
 from trellis.checkpoints.matching import check_fit, check_names, clear_padding
 from trellis.checkpoints.room import NoRoom, explained, tell_once
+from trellis.choices import is_count
 from trellis.errors import UserError
 from trellis.mesh.meshes import sharding_of
 from trellis.run.folder import check_path
@@ -119,17 +120,17 @@ class Checkpoints:
         read_only: bool = False,
         host_bytes: int | None = None,
     ):
-        if keep_latest < 1:
+        if not is_count(keep_latest):
             raise UserError(
-                "A run must keep at least its newest checkpoint.",
-                seen=f"keep_latest={keep_latest}",
+                "A run must keep a whole number of its newest checkpoints, at least one.",
+                seen=f"keep_latest={keep_latest!r}",
                 where="checkpoints.keep_latest",
                 fix="use 1 or more",
             )
-        if keep_every is not None and keep_every < 1:
+        if keep_every is not None and not is_count(keep_every):
             raise UserError(
                 "Checkpoints of multiples of a step are kept from step 1 on.",
-                seen=f"keep_every={keep_every}",
+                seen=f"keep_every={keep_every!r}",
                 where="checkpoints.keep_every",
                 fix="use 1 or more, or None to keep no others",
             )
@@ -144,7 +145,7 @@ class Checkpoints:
         self._held: int | None = None
         tell_once()
         if jax.process_index() == 0 and not read_only:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make(self.folder)
             self._remove_unfinished()
         _barrier("checkpoints: open")
 

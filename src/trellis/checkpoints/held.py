@@ -1,10 +1,28 @@
-"""Holds a folder of checkpoints while one is written, so that nobody takes it for one that was cut off."""
+"""Makes a folder of checkpoints, and holds it while one is written: nobody is to take it for one that was cut off."""
 
 import contextlib
 import os
 from pathlib import Path
 
 from trellis.errors import UserError
+
+
+def make(folder: Path) -> None:
+    """Makes a folder, and those around it, unless it is there.
+
+    Raises:
+        UserError: a file has its name, or a link that leads nowhere, as to a disk that is not mounted.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        linked = folder.is_symlink()
+        raise UserError(
+            "Checkpoints must be in a folder.",
+            seen=f"a link to {os.readlink(folder)}, which is not there" if linked else "a file",
+            where=str(folder),
+            fix="mount the disk that it is on, or remove the link" if linked else "move the file away",
+        ) from None
 
 
 def hold(folder: Path) -> int | None:

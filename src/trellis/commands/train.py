@@ -74,13 +74,6 @@ def execute(args: argparse.Namespace) -> int:
             where="trellis train",
             fix="add --run-dir DIR, a folder that all of them can see",
         )
-    if "://" in (args.run_dir or ""):
-        raise UserError(
-            "A run's folder must be in a file system.",
-            seen=args.run_dir,
-            where="--run-dir",
-            fix="mount the bucket (gcsfuse, s3fs) and use its folder; only token stores can be URLs",
-        )
     check_run_folder(folder := Path(args.run_dir) if args.run_dir else resumed or new_folder(run))
     if str(folder) in RECIPES:  # as a command's first argument its bare name is the recipe
         folder = folder.absolute()

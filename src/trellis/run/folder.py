@@ -36,6 +36,8 @@ IMPORTED = "imported.json"
 TOKENIZER = "tokenizer"
 # The name of a checkpoint's folder.
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
+# The protocol of a URL; a `Path` has one slash after it.
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:(?=/)")
 # How often a folder that is held is tried again, and the seconds between.
 _TRIES, _BETWEEN = 10, 0.05
 
@@ -53,7 +55,17 @@ def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
 def check_path(folder: Path) -> None:
     """Refuses a folder that no run can have: TensorStore writes and finds checkpoints under names in UTF-8, in which it
     takes a backslash for a slash. Under a locale of another encoding, Python would name another folder. Nor is a
-    checkpoint, with its copy of `run.yaml`, a run's folder."""
+    checkpoint, with its copy of `run.yaml`, a run's folder; and of a URL, Python would make a folder called `s3:`."""
+    if url := _URL.match(str(folder)):
+        rest = str(folder)[url.end() :].lstrip("/")
+        rest = f"/{rest}" if url[0] == "file:" else rest
+        mount = "mount the bucket (gcsfuse, s3fs) and use its folder; only token stores can be URLs"
+        raise UserError(
+            "A run's folder must be in a file system.",
+            seen="a URL",
+            where=f"{url[0]}//{rest}",
+            fix=f"write {rest}" if url[0] == "file:" else mount,
+        )
     shown, fix = str(folder).encode(errors="replace").decode(), "rename it, or use another --run-dir"
     if (encoding := sys.getfilesystemencoding()) != "utf-8" and not str(folder.absolute()).isascii():
         raise UserError(
