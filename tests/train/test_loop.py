@@ -69,6 +69,25 @@ def test_a_run_that_is_asked_to_samples_at_each_evaluation(tmp_path, mesh):
     assert [sample["step"] for sample in read_lines(tmp_path / "paused" / "samples.jsonl", str)] == [5]
 
 
+def test_a_run_that_a_signal_ends_at_an_evaluation_samples_there_when_it_goes_on(tmp_path, mesh):
+    """Whoever sent the signal may not wait for a text, and the samples are those of a run without one all the same."""
+    run = dataclasses.replace(EVERY, evaluation=dataclasses.replace(EVERY.evaluation, sample=True))
+    assembled, feed = toy(mesh, run)
+
+    def batches(start):
+        for index, batch in feed.batches(start):
+            if index == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield index, batch
+
+    outcome = train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
+    assert (outcome.exit_code, outcome.step) == (143, 5) and not (tmp_path / "samples.jsonl").exists()
+    train(assembled, feed, tmp_path, until=7, progress=quiet())
+    train(assembled, feed, tmp_path, progress=quiet())
+    samples = [(sample["step"], sample["text"]) for sample in read_lines(tmp_path / "samples.jsonl", str)]
+    assert samples == [(step, f"a sample after {step} steps") for step in (5, 10, 12)]
+
+
 def test_a_run_writes_its_folder(tmp_path, mesh):
     (tmp_path / "run.yaml").write_text("steps: 12\n")
     shown = io.StringIO()

@@ -179,7 +179,7 @@ class _Loop:
         self._saved, self._signals, self._compiled, self._pace = saved, signals, compiled, pace
         self._stop = self._run.steps if until is None else min(self._run.steps, until)
         self._not_finite, self._first = 0, ""  # steps in a row, and words for what was first in them
-        self._made = 0
+        self._made, self._owed = 0, False  # steps of this start; a sample after the last of them
         self._newest: Any = None
         self._unchecked: deque[Record] = deque()
         self._paces: deque[float] = deque(maxlen=_REMEMBERED)
@@ -222,6 +222,8 @@ class _Loop:
                     self._trackers = open_trackers(run.logging.trackers, self._folder, step=start, config=plain(run))
                 for tracker in self._trackers:
                     self._open.callback(tracker.close)
+                if data.get("owed") and start < run.steps:
+                    self._sample(state, start)
                 state, made, exit_code = self._steps(state, start)
                 self._watch.close()
                 if made >= run.steps:
@@ -305,10 +307,11 @@ class _Loop:
                 with self._watch.excused(f"evaluates after step {made}"):
                     self._drain.add(self._feed.evaluate(state, made))
                 self._timeline.add("evaluation", made)
-                if run.evaluation.sample and made < run.steps and exit_code is None:
-                    with self._watch.excused(f"samples after step {made}"):
+                if run.evaluation.sample and made < run.steps:
+                    self._owed = exit_code is not None  # whoever sends a signal may not wait for a text
+                    if not self._owed:
                         self._sample(state, made)
-                    self._drain.excuse()
+                        self._drain.excuse()
             self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
             if save:
                 # What is saved is known to be good: every loss up to it was checked, and its copies were compared.
@@ -360,6 +363,7 @@ class _Loop:
                 "seconds": self._meter.spent,
                 "not_finite": (self._not_finite, self._first),
                 "text": dict(self._feed.text),
+                "owed": self._owed,
             }
             new = self._saved.save(made, state, data=data)
         if new:
@@ -467,7 +471,8 @@ class _Loop:
     def _sample(self, state: Any, step: int) -> None:
         if self._feed.sample is None:
             return
-        text = self._feed.sample(state)
+        with self._watch.excused(f"samples after step {step}"):
+            text = self._feed.sample(state)
         self._note(text)
         for tracker in self._trackers:
             tracker.text("sample", step, text)
