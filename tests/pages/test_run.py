@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import math
 import os
 import re
 
@@ -258,3 +259,31 @@ def test_files_that_a_machine_that_went_down_left_damaged(folder, capsys):
     (folder / "about.json").write_text("[]")
     assert main(["report", str(folder)]) == 2
     assert "file about a run must be valid JSON.\n  seen:  list instead of an object\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["machine", "model", "tokens", "mesh", "layout", "arrays", "memory", "ledger"])
+@pytest.mark.parametrize("value", [3, "x", {"a": "b"}])
+def test_what_is_said_about_a_run_in_another_form_is_refused_in_a_message(folder, capsys, name, value):
+    path = folder / "about.json"
+    about = json.loads(path.read_text())
+    assert about[name]
+    path.write_text(json.dumps(about | {name: value}))
+    assert main(["report", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert "The file about a run must hold what `trellis train` wrote." in told
+    assert f"where: {folder.name}/about.json\n  fix:   remove the file" in told
+
+
+def test_events_that_no_run_has_written_are_left_out(folder):
+    assert main(["report", str(folder)]) == 0
+    known = read_events(folder / "timeline.jsonl")
+    for change in (
+        {"time": "x"}, {"time": None}, {"time": -1e30}, {"time": math.inf}, {"event": 3}, {"step": "y"},
+        {"event": "compiled", "seconds": "x"}, {"event": "length", "sequence_length": 8, "step": None},
+    ):  # fmt: skip
+        with open(folder / "timeline.jsonl", "a") as file:
+            file.write(json.dumps({"time": 1.0, "event": "started", "step": 0} | change) + "\n")
+    assert read_events(folder / "timeline.jsonl") == known
+    (folder / "timeline.jsonl").write_text('{"time": 1.0, "event": "stopped", "step": null, "why": "no reason"}\n')
+    assert main(["report", str(folder)]) == 0
+    assert "no reason" in (folder / "report.html").read_text()

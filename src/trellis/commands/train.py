@@ -192,8 +192,9 @@ def _report(folder: Path) -> None:
     if has_begun(folder) and (folder / "metrics.jsonl").exists():
         try:
             path = write_report(folder)
-        except OSError as error:
-            print(f"report   not written: {error.strerror}", file=sys.stderr)
+        except (OSError, UserError) as error:
+            why = error.strerror if isinstance(error, OSError) else f"{error.where}: {error.seen}"
+            print(f"report   not written: {why}", file=sys.stderr)
         else:
             _say(f"report   {path}")
 

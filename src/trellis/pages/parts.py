@@ -166,7 +166,8 @@ def _start(run: list[dict[str, Any]], longest: float) -> Markup:
             pieces.append(tag("u", class_=colour, style=f"left:{where:.2f}%", title=hint))
     steps = [event["step"] for event in run if event.get("step") is not None]
     word = run[-1]["event"] if run[-1]["event"] in ENDS else "ended without a word"
-    words = f"steps {min(steps):,} to {max(steps):,}, {word}, {duration(end - begin)}"
+    reached = f"steps {min(steps):,} to {max(steps):,}, " if steps else ""
+    words = f"{reached}{word}, {duration(end - begin)}"
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begin))
     why = run[-1].get("why")
     told = tag("small", f"{words}: {why}" if why else words)

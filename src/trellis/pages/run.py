@@ -1,10 +1,13 @@
 """The page of a run: one self-contained HTML file."""
 
+import contextlib
 import json
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+from trellis.errors import UserError
 from trellis.figures.html import Markup, join, section, tag
 from trellis.figures.numbers import count, size
 from trellis.files import write_whole
@@ -41,13 +44,17 @@ def page(run: RunFolder) -> str:
     if len(steps) < len(run.lines):
         notes.append(f"each point is the mean of {-(-len(run.lines) // len(steps))} lines")
     note = "; ".join(notes) or None
+    with _as_written(run.name):
+        headline, layout = parts.headline(run.about), parts.layout(run.about)
+        memory, communication = parts.memory(run.about), parts.communication(run.about, run.ledger)
+        machine = parts.machine(run.about)
     body = join(
         tag(
             "header",
             tag("h1", run.name),
             tag("span", state(run), class_=f"chip {state(run)}"),
             tag("button", "light / dark", id="theme", hidden="", type="button"),
-            tag("p", parts.headline(run.about)),
+            tag("p", headline),
         ),
         tag(
             "div",
@@ -58,11 +65,11 @@ def page(run: RunFolder) -> str:
             "div",
             section("Curves", tag("div", *drawn, class_="curves"), note=note, wide=True) if drawn else None,
             parts.samples(run.samples),
-            parts.memory(run.about),
-            parts.communication(run.about, run.ledger),
-            parts.layout(run.about),
+            memory,
+            communication,
+            layout,
             parts.resolved_run(run.run),
-            tag("div", parts.time_line(run.events), parts.machine(run.about), class_="stack"),
+            tag("div", parts.time_line(run.events), machine, class_="stack"),
             class_="grid2",
         ),
         tag("footer", f"written {time.strftime('%Y-%m-%d %H:%M:%S')} by Trellis; `trellis report` writes it anew"),
@@ -75,6 +82,20 @@ def page(run: RunFolder) -> str:
         f"{tag('title', f'{run.name} · Trellis')}<style>{CSS}</style></head>\n<body><main>{body}</main>\n"
         f'<script type="application/json" id="data">{data}</script>\n<script>{JS}</script></body></html>\n'
     )
+
+
+@contextlib.contextmanager
+def _as_written(name: str) -> Generator[None]:
+    """Within it, an error means that the `about.json` of a run holds values of other types than a run writes."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            "The file about a run must hold what `trellis train` wrote.",
+            seen=f"{type(error).__name__}: {error}",
+            where=f"{name}/about.json",
+            fix="remove the file: the page leaves it out, and a resumed run writes it again",
+        ) from error
 
 
 def charts(lines: list[dict[str, Any]]) -> list[Chart]:

@@ -55,10 +55,25 @@ def last_saved(events: list[dict[str, Any]]) -> int | None:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a `timeline.jsonl`, oldest first, without notes that were cut off."""
+    """The events of a `timeline.jsonl`, oldest first, without notes that were cut off, or that no run has written."""
     found = []
     for line in path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
             event = json.loads(line)
-            found += [event] if isinstance(event, dict) and {"time", "event", "step"} <= event.keys() else []
+            found += [event] if _is_event(event) else []
     return found
+
+
+# Numbers that events have beside their time. Until the latest time, the calendar of a system holds.
+_NUMBERS = {"compiled": ("seconds",), "length": ("step", "sequence_length")}
+_LATEST = 1e11
+
+
+def _is_event(value: Any) -> bool:
+    if not (isinstance(value, dict) and {"time", "event", "step"} <= value.keys()):
+        return False
+    event, step = value["event"], value["step"]
+    if not (isinstance(event, str) and isinstance(step, int | None)):
+        return False
+    numbers = [value.get(name) for name in ("time", *_NUMBERS.get(event, ()))]
+    return all(isinstance(number, int | float) and 0 <= number < _LATEST for number in numbers)

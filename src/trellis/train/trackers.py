@@ -1,6 +1,7 @@
 """Where a run's numbers go: JSON lines always; TensorBoard and Weights & Biases as extras."""
 
 import json
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,7 +87,7 @@ def read_lines(path: Path, of: Any = int | float | None) -> list[dict]:
     for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)
-            line["step"] += 0
+            line["step"] = operator.index(line["step"])
             if not all(isinstance(value, of) for name, value in line.items() if name != "step"):
                 raise TypeError
             lines.append(line)
