@@ -75,6 +75,22 @@ def test_names_of_one_activation(kind, field, names):
         assert error.seen == f"{field}: {other}" and error.fix == f"use a model with {field} {names[0]}"
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "seen"),
+    [
+        ("llama", {"head_dim": 0}, "head_dim=0"),
+        ("qwen3", {"num_key_value_heads": 0}, "kv_heads=0"),
+        ("mixtral", {"head_dim": False}, "head_dim: False, which is no int"),
+        ("gpt2", {"n_inner": 0}, "mlp=0"),
+        ("llama", {"rope_theta": "1e4", "rope_parameters": None}, "rope_theta: '1e4', which is no float"),
+        ("olmo2", {"rope_parameters": {"rope_theta": True}}, "rope_theta: True, which is no float"),
+    ],
+)
+def test_what_is_no_size_and_no_number(kind, fields, seen):
+    """It is not taken for a field that is left out, nor a text for the number that it shows."""
+    assert refused(kind, contents(kind) | fields).seen == seen
+
+
 def test_an_imported_model_that_is_refused():
     """The message names the file, and advises nothing that an import does not take."""
     error = refused("mixtral", contents("mixtral") | {"num_experts_per_tok": 1})
@@ -269,6 +285,8 @@ def test_a_gemmas_layers_and_positions():
     scaled = {far: whole["rope_parameters"][far], near: {"rope_type": "linear", "factor": 2.0}}
     error = refused("gemma3_text", whole | {"rope_parameters": scaled})
     assert error.seen == "rope_type: linear of sliding_attention"
+    for ropes in (5, "linear", {far: 5}, {near: {"rope_theta": "1e4"}}):
+        assert "types that transformers writes" in refused("gemma3_text", whole | {"rope_parameters": ropes}).rule
     with pytest.raises(UserError, match=r"seen:  layers=5, global_every=6"):
         dataclasses.replace(BY_TYPE["gemma3_text"], global_every=6)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from trellis import UserError
 from trellis.hub import Family, Key
 from trellis.models.gemma3.gemma3 import Gemma3Config
-from trellis.models.llama.hub import DROPPED, from_hub, to_hub
+from trellis.models.llama.hub import DROPPED, from_hub, number, to_hub
 from trellis.models.llama.hub import KEYS as _LLAMA
 from trellis.models.qwen3.hub import KEYS as _QWEN3
 
@@ -52,7 +52,7 @@ def _to_hub(config: Gemma3Config, positions: int) -> dict:
 
 
 def _from_hub(hub: Mapping) -> dict:
-    layers, ropes = hub["num_hidden_layers"], hub.get("rope_parameters") or {}
+    layers, ropes = hub["num_hidden_layers"], {**(hub.get("rope_parameters") or {})}
     kinds = hub.get("layer_types") or _kinds(layers, hub.get("sliding_window_pattern", 6))
     every = kinds.index(_FAR) + 1 if _FAR in kinds else None
     if kinds != _kinds(layers, every or layers + 1):
@@ -62,7 +62,7 @@ def _from_hub(hub: Mapping) -> dict:
             where="config.json",
             fix="use a model whose layers repeat",
         )
-    near, far = ropes.get(_NEAR) or {}, ropes.get(_FAR) or {}
+    near, far = ({**(ropes.get(kind) or {})} for kind in (_NEAR, _FAR))
     if (kind := near.get("rope_type", "default")) != "default":
         raise UserError(
             "The layers of a Gemma 3 that see a window must have positions that are not scaled.",
@@ -79,7 +79,7 @@ def _from_hub(hub: Mapping) -> dict:
         "window": hub["sliding_window"],
         "global_every": every,
         "query_scale": hub["query_pre_attn_scalar"],
-        "local_rope_theta": float(near.get("rope_theta", hub.get("rope_local_base_freq", 10_000.0))),
+        "local_rope_theta": number("rope_theta", near.get("rope_theta", hub.get("rope_local_base_freq", 10_000.0))),
     }
 
 

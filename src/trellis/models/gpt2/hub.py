@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from trellis import UserError
 from trellis.hub import Family, Key
 from trellis.models.gpt2.gpt2 import GPT2Config
+from trellis.models.llama.hub import given
 
 _KEYS = {
     "embedding": Key("transformer.wte.weight", "vocab embed"),
@@ -65,7 +66,7 @@ def _from_hub(hub: Mapping) -> dict:
         "embed": hub["n_embd"],
         "layers": hub["n_layer"],
         "heads": hub["n_head"],
-        "mlp": hub.get("n_inner") or 4 * hub["n_embd"],
+        "mlp": given(hub, "n_inner", lambda: 4 * hub["n_embd"]),
         "norm_eps": hub.get("layer_norm_epsilon", 1e-5),
         "dropout": after,
         "scale_by_inverse_layer": hub.get("scale_attn_by_inverse_layer_idx", False),

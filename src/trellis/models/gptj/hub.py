@@ -6,6 +6,7 @@ from trellis import UserError
 from trellis.hub import Family, Key
 from trellis.models.gpt2.hub import ALIASES
 from trellis.models.gptj.gptj import GPTJConfig
+from trellis.models.llama.hub import given
 
 _KEYS = {
     "embedding": Key("transformer.wte.weight", "vocab embed"),
@@ -55,7 +56,7 @@ def _from_hub(hub: Mapping) -> dict:
         "layers": hub["n_layer"],
         "heads": hub["n_head"],
         "rotary_dim": hub["rotary_dim"],
-        "mlp": hub.get("n_inner") or 4 * hub["n_embd"],
+        "mlp": given(hub, "n_inner", lambda: 4 * hub["n_embd"]),
         "norm_eps": hub.get("layer_norm_epsilon", 1e-5),
         "head_bias": True,
     }

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from trellis import UserError
 from trellis.hub import Family, Key
@@ -79,14 +79,27 @@ def from_hub(hub: Mapping) -> dict:
         "embed": hub["hidden_size"],
         "layers": hub["num_hidden_layers"],
         "heads": heads,
-        "kv_heads": hub.get("num_key_value_heads") or heads,
-        "head_dim": hub.get("head_dim") or hub["hidden_size"] // heads,
+        "kv_heads": given(hub, "num_key_value_heads", lambda: heads),
+        "head_dim": given(hub, "head_dim", lambda: hub["hidden_size"] // heads),
         "mlp": hub["intermediate_size"],
-        "rope_theta": float(rope.get("rope_theta", hub.get("rope_theta", 10000.0))),
+        "rope_theta": number("rope_theta", rope.get("rope_theta", hub.get("rope_theta", 10000.0))),
         "rope_scaling": _scaling(rope),
         "norm_eps": hub.get("rms_norm_eps", 1e-6),
         "tie_embeddings": hub.get("tie_word_embeddings", False),
     }
+
+
+def given(hub: Mapping, name: str, default: Callable[[], int]) -> int:
+    """A field's value, or what it is if it is left out or null. A zero is one, and no model has it."""
+    value = hub.get(name)
+    return default() if value is None else value
+
+
+def number(name: str, value: object) -> float:
+    """A number with a fraction, which a text is not, though Python makes one of it."""
+    if type(value) not in (int, float):
+        raise TypeError(f"{name}: {value!r}, which is no float")
+    return float(value)
 
 
 def _check_sees_all(hub: Mapping) -> None:
