@@ -202,6 +202,9 @@ def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, c
     assert f"no tokenizer.json; put the model's own in {tmp_path}/run/tokenizer" in capsys.readouterr().out
     there = refused(capsys, "generate", str(tmp_path / "run"))
     assert f"seen:  none in {tmp_path}/run/tokenizer" in there and "put the model's own in that folder" in there
+    there = refused(capsys, "train", str(tmp_path / "run"))
+    assert f"seen:  no tokenizer.json\n  where: {tmp_path}/run/tokenizer\n" in there
+    assert "fix:   put the model's own tokenizer.json there, and tokenize text with the model's tokenizer: " in there
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "back"), "--dtype", "float32"]) == 0
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)

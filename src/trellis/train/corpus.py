@@ -1,6 +1,7 @@
 """From a run's data to batches: the training data, the validation sets and the tokenizer."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from trellis.data import (
     Batches,
@@ -139,6 +140,13 @@ def _stores(run: Run, progress: bool) -> tuple[TokenStore | Mixture, dict[str, T
     source = run.data.source
     match source:
         case EmbeddedSource(vocab=vocab):
+            if lacks_tokenizer(run):
+                raise UserError(
+                    "An imported model must have its own tokenizer to be trained on text.",
+                    seen="no tokenizer.json",
+                    where=str(run.data.tokenizer),
+                    fix=f"put the model's own tokenizer.json there, and {_fix_of_text(run)}",
+                )
             if vocab > run.model.vocab:  # before a tokenizer is trained
                 raise UserError(
                     "The model's vocabulary must include every token of the text.",
@@ -155,6 +163,12 @@ def _stores(run: Run, progress: bool) -> tuple[TokenStore | Mixture, dict[str, T
             stores = {part.name: open_store(part.path) for part in parts}
             held_out = {part.name: open_store(part.validation) for part in parts if part.validation}
             return _mixture(source, stores, held_out), held_out
+
+
+def lacks_tokenizer(run: Run) -> bool:
+    """Whether the tokenizer that a run names is a folder without one, as of a model that was imported without."""
+    named = None if run.data.tokenizer is None else Path(run.data.tokenizer)
+    return named is not None and named.is_dir() and not (named / "tokenizer.json").exists()
 
 
 def _fix_of_text(run: Run) -> str | None:

@@ -19,7 +19,7 @@ from trellis.run.config import Run
 from trellis.run.folder import IMPORTED, open_run
 from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import Assembled
-from trellis.train.corpus import open_corpus
+from trellis.train.corpus import lacks_tokenizer, open_corpus
 from trellis.train.state import TrainState
 
 
@@ -114,7 +114,7 @@ def tokenizer_of(run: Run) -> Tokenizer | None:
     without one."""
     if (named := run.data.tokenizer) is None:
         return open_corpus(run).tokenizer
-    return None if Path(named).is_dir() and not (Path(named) / "tokenizer.json").exists() else load_tokenizer(named)
+    return None if lacks_tokenizer(run) else load_tokenizer(named)
 
 
 def imported_config(folder: Path) -> dict:
