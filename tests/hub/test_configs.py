@@ -265,7 +265,7 @@ def test_a_yarn_without_a_growth_of_its_own_comes_back(mscale, part, written):
 )
 def test_quantized_weights(quantized, seen):
     error = refused("llama", contents("llama") | {"quantization_config": quantized})
-    assert error.rule == "Imported weights must be stored in bfloat16, float16 or float32."
+    assert error.rule == "Imported weights must be stored in bfloat16, float16, float32 or float64."
     assert error.seen == f"quantization_config: {seen}"
 
 

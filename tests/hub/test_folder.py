@@ -270,7 +270,7 @@ def test_refused_folders(good, tmp_path):
     save_file(arrays | {"lm_head.weight": np.zeros((8, 32), np.float32)}, weights)
     refused("Weights must have the shapes that config.json sets.\n  seen:  lm_head.weight of shape (8, 32)")
     save_file(arrays | {"lm_head.weight": arrays["lm_head.weight"].astype(np.int8)}, weights)
-    refused("Imported weights must be stored in bfloat16, float16 or float32.\n  seen:  lm_head.weight in I8")
+    refused("Imported weights must be stored in bfloat16, float16, float32 or float64.\n  seen:  lm_head.weight in I8")
     index = good / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(arrays, weights.name)}))
     save_file({k: v for k, v in arrays.items() if k != "lm_head.weight"}, weights)
@@ -307,6 +307,19 @@ def test_refused_folders(good, tmp_path):
     for contents in ("{", "[]", "null"):
         (good / "config.json").write_text(contents)
         refused("The folder's .json files must be valid JSON, an object each.")
+
+
+def test_weights_of_float64_are_rounded(good):
+    target = jax.eval_shape(lambda: CONFIGS["llama"].init(key=jax.random.key(0)))
+    arrays = load_file(good / "model.safetensors")
+    name, fine = "model.norm.weight", np.float64(1) + np.arange(32) * 2.0**-30
+    save_file({k: v.astype(np.float64) for k, v in arrays.items()} | {name: fine}, good / "model.safetensors")
+    found = Folder(good, FAMILIES).load(target)
+    np.testing.assert_array_equal(found.norm.scale.array, fine.astype(np.float32))
+    np.testing.assert_array_equal(found.embedding.array, arrays["model.embed_tokens.weight"])
+    save_file({k: v.astype(np.float64) for k, v in arrays.items()} | {name: fine * 1e300}, good / "model.safetensors")
+    with pytest.raises(UserError, match=f"32 of 32 numbers of {name} are not finite in float32"):
+        Folder(good, FAMILIES).load(target)
 
 
 def test_weights_that_are_not_finite(good):

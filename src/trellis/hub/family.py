@@ -86,7 +86,7 @@ class Family:
         if (quantized := hub.get("quantization_config")) is not None:
             method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
             raise UserError(
-                "Imported weights must be stored in bfloat16, float16 or float32.",
+                "Imported weights must be stored in bfloat16, float16, float32 or float64.",
                 seen=f"quantization_config: {method}",
                 where=where,
                 fix="use a folder of the same model in bfloat16, or write one: "

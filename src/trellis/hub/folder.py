@@ -207,7 +207,7 @@ class Folder:
             rule, fix = "A file of weights must have the tensors that the index lists.", "download or export it again"
             raise UserError(rule, seen=f"no {name}", where=where, fix=fix)
         if found[0] not in WEIGHT_DTYPES:
-            rule, fix = "Imported weights must be stored in bfloat16, float16 or float32.", "convert them first"
+            rule, fix = "Imported weights must be stored in bfloat16, float16, float32 or float64.", "convert them first"
             raise UserError(rule, seen=f"{name} in {found[0]}", where=where, fix=fix)
         return self._files[file].tensor(name)
 
