@@ -90,7 +90,7 @@ def test_refused_sizes(fields, message):
     ("fields", "message"),
     [
         ({"n_shared_experts": 0}, "A model's sizes must be positive.\n  seen:  shared_mlp=0"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "stored in bfloat16, float16, float32 or float64.\n  seen:  quanti"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "float16, float32 or float64.\n  seen:  quanti"),
         ({"rope_interleave": False}, "A deepseek_v3 must have rope_interleave True here."),
         ({"n_group": ...}, "seen:  no n_group"),
     ],

@@ -207,8 +207,8 @@ class Folder:
             rule, fix = "A file of weights must have the tensors that the index lists.", "download or export it again"
             raise UserError(rule, seen=f"no {name}", where=where, fix=fix)
         if found[0] not in WEIGHT_DTYPES:
-            rule, fix = "Imported weights must be stored in bfloat16, float16, float32 or float64.", "convert them first"
-            raise UserError(rule, seen=f"{name} in {found[0]}", where=where, fix=fix)
+            rule = "Imported weights must be stored in bfloat16, float16, float32 or float64."
+            raise UserError(rule, seen=f"{name} in {found[0]}", where=where, fix="convert them first")
         return self._files[file].tensor(name)
 
     def _tensor(self, text: str, shape: tuple[int, ...]) -> np.ndarray:
