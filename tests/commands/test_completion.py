@@ -48,6 +48,18 @@ def test_what_bash_completes(complete):
     assert complete("report", "--optimizer") == [], "a command that is not about a recipe takes no fields"
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash to complete in")
+def test_words_of_the_first_argument_are_offered_once(complete):
+    assert set(complete("data", "")) == {"inspect", "verify", "convert", "--help"}
+    assert complete("data", "inspect", "") == complete("data", "inspect", "i") == [], "the shell offers files"
+    assert set(complete("data", "inspect", "-")) == {"--help", "--samples", "--json"}
+    assert complete("data", "verify", "--to", "") == []
+    assert complete("recipes", "tiny", "t") == complete("train", "tiny", "--until", "3", "ti") == []
+    assert complete("train", "--until", "3", "ti") == ["tiny"] and "--steps" in complete("train", "tiny", "")
+    assert complete("completion", "bash", "") == ["--help"]
+    assert complete("compare", "runs/a", "") == [] and complete("compare", "runs/a", "--p") == ["--page"]
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_each_shell_has_its_words(shell, capsys):
     code, out, err = trellis(capsys, "completion", shell)

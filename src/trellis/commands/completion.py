@@ -2,7 +2,7 @@
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trellis.commands.command import Command
@@ -19,12 +19,14 @@ class Words:
         first: words that its first argument may be.
         options: each option with the words that its value may be; none if these cannot be listed.
         valued: the options that take a value.
+        files: whether an argument, or another argument, may be the name of a file.
     """
 
     summary: str
     first: list[str] = field(default_factory=list)
     options: dict[str, tuple[str, ...]] = field(default_factory=dict)
     valued: set[str] = field(default_factory=set)
+    files: bool = False
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +42,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def words() -> dict[str, Words]:
-    """Every command with the words that may follow it."""
+    """Every command, and every action of a command, as in `data inspect`, with the words that may follow it."""
     from trellis.commands.line import commands
     from trellis.recipes import RECIPES
     from trellis.run.config import Run
@@ -54,28 +56,29 @@ def words() -> dict[str, Words]:
     for name, command in commands().items():
         parser = argparse.ArgumentParser(add_help=False)
         command.arguments(parser)
-        mine = Words(summary=command.summary, options={"--help": ()})
-        for action in _declared(parser):
-            said = tuple(map(str, action.choices or ()))
-            mine.options |= dict.fromkeys(action.option_strings, said)
-            mine.valued |= set(action.option_strings if action.nargs != 0 else ())
-            mine.first += said if not action.option_strings else ()
+        found[name] = mine = _words_of(parser, command.summary)
+        for action in parser._actions:  # argparse has no public way to list declared options
+            for one, inner in action.choices.items() if isinstance(action, argparse._SubParsersAction) else ():
+                found[f"{name} {one}"] = _words_of(inner, command.summary)
         if command.recipe is not None:
             mine.first += RECIPES
             mine.options |= fields
             mine.valued |= set(fields)
-        found[name] = mine
     found["recipes"].first += RECIPES
     return found
 
 
-def _declared(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """What a parser declares, and what those of its actions do."""
-    for action in parser._actions:  # argparse has no public way to list declared options
-        yield action
-        if isinstance(action, argparse._SubParsersAction):
-            for one in action.choices.values():
-                yield from _declared(one)
+def _words_of(parser: argparse.ArgumentParser, summary: str) -> Words:
+    """The words that a parser declares, without those of its actions."""
+    mine = Words(summary=summary, options={"--help": ()})
+    for action in parser._actions:
+        said = tuple(map(str, action.choices or ()))
+        spelled = [option for option in action.option_strings if option.startswith("--")]
+        mine.options |= dict.fromkeys(spelled, said)
+        mine.valued |= set(spelled if action.nargs != 0 else ())
+        mine.first += said if not action.option_strings else ()
+        mine.files |= not action.option_strings and not said
+    return mine
 
 
 def _bash(found: Mapping[str, Words], *, zsh: bool) -> str:
@@ -83,24 +86,32 @@ def _bash(found: Mapping[str, Words], *, zsh: bool) -> str:
     for option in dict.fromkeys(option for mine in found.values() for option in mine.options):
         said = {name: mine.options[option] for name, mine in found.items() if option in mine.options}
         alike = len(set(said.values())) == 1
-        values |= {f"{'*' if alike else name}' {option}'": words for name, words in said.items() if words}
+        values |= {f"*' {option}'" if alike else f"'{name} {option}'": words for name, words in said.items() if words}
     # Of a value that cannot be listed no word is offered, so that the shell offers files.
     other = {name: [option for option in mine.valued if not mine.options[option]] for name, mine in found.items()}
     files = sorted(f"'{name} {option}'" for name, options in other.items() for option in options)
+    actions = "|".join(f"'{name}'" for name in found if " " in name)
     lines = ["autoload -U +X compinit && compinit", "autoload -U +X bashcompinit && bashcompinit"] if zsh else []
     lines += [
         "_trellis() {",
-        '    local cur="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""',
-        '    case "${COMP_WORDS[1]} $before" in',
+        '    local cur="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" of="${COMP_WORDS[1]}"',
+        '    local words="" first="" options="" word',
+        '    local action="$of ${COMP_WORDS[2]}"',
+        f'    case "$action" in {actions}) [ "$COMP_CWORD" -gt 2 ] && of="$action" ;; esac',
+        '    case "$of $before" in',
         *(f"        {pattern}) words={shlex.quote(' '.join(said))} ;;" for pattern, said in values.items()),
         f"        {'|'.join(files)}) words=' ' ;;",
         "    esac",
         '    if [ -z "$words" ] && [ "$COMP_CWORD" -eq 1 ]; then',
-        f"        words={shlex.quote(' '.join(found))}",
+        f"        words={shlex.quote(' '.join(name for name in found if ' ' not in name))}",
         '    elif [ -z "$words" ]; then',
-        '        case "${COMP_WORDS[1]}" in',
-        *(f"            {name}) words={shlex.quote(' '.join((*m.first, *m.options)))} ;;" for name, m in found.items()),
+        '        case "$of" in',
+        *(f"            '{name}') {_said(mine)} ;;" for name, mine in found.items()),
         "        esac",
+        '        for word in "${COMP_WORDS[@]:2:COMP_CWORD-2}"; do',
+        '            case " $first " in *" $word "*) first="" ;; esac',
+        "        done",
+        '        words="$first $options"',
         "    fi",
         '    COMPREPLY=($(compgen -W "$words" -- "$cur"))',
         "}",
@@ -109,13 +120,23 @@ def _bash(found: Mapping[str, Words], *, zsh: bool) -> str:
     return "\n".join(lines)
 
 
+def _said(mine: Words) -> str:
+    """What bash assigns: the words of the first argument, and options, which leave the place of a file to files."""
+    first, options = (shlex.quote(" ".join(listed)) for listed in (mine.first, mine.options))
+    unless_file = ' case "$cur" in -*) ;; *) options="" ;; esac' if mine.files else ""
+    return f"first={first} options={options};{unless_file}".removesuffix(";")
+
+
 def _fish(found: Mapping[str, Words]) -> str:
     lines = []
     for name, mine in found.items():
-        after = f"complete -c trellis -n '__fish_seen_subcommand_from {name}'"
-        lines.append(f"complete -c trellis -n __fish_use_subcommand -f -a {name} -d {shlex.quote(mine.summary)}")
-        if mine.first:
-            lines.append(f"{after} -a {shlex.quote(' '.join(mine.first))}")
+        seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
+        after, first = f"complete -c trellis -n '{seen}'", " ".join(mine.first)
+        if " " not in name:
+            lines.append(f"complete -c trellis -n __fish_use_subcommand -f -a {name} -d {shlex.quote(mine.summary)}")
+        if first:
+            none_yet = f"{seen}; and not __fish_seen_subcommand_from {first}"
+            lines.append(f"complete -c trellis -n '{none_yet}' -a {shlex.quote(first)}")
         for option, said in mine.options.items():
             takes = f" -x -a {shlex.quote(' '.join(said))}" if said else " -r" * (option in mine.valued)
             lines.append(f"{after} -l {option.removeprefix('--')}{takes}")
