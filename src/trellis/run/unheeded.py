@@ -80,6 +80,9 @@ def _of_layout(run: Run, at_rest: Mapping[str, list], in_use: Mapping[str, list]
         rule = "How parameters are gathered can be set only in layout mode explicit."
         seen = f"gather={layout.gather} with mode=auto, where the compiler places it"
         yield _told("layout.gather", rule, seen, "use --layout.mode explicit, or leave it out")
+        if layout.strict:
+            rule = "A strict layout needs layout mode explicit, in which types say what is sliced."
+            yield _told("layout.strict", rule, "strict=true, mode=auto", "use --layout.mode explicit, or leave it out")
         return
     gathered = [axis for name, axes in at_rest.items() for axis in axes if axis not in in_use.get(name, ())]
     if layout.gather == "per_axis" and len({*gathered}) < 2:
