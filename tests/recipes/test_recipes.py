@@ -219,6 +219,7 @@ def test_recipes_for_rented_hardware_say_which():
         ({"mesh.context": "8", "layout.compute.pos": "context"}, "fsdp", None),
         ({"mesh.model": "8", "layout.preset": "fsdp_tensor"}, "fsdp_tensor", None),
         ({"mesh.model": "8", "layout.overlap": "mlp,heads"}, "auto", "model"),
+        ({"mesh.data": "8", "layout.compute.batch": ""}, "fsdp", None),
     ],
 )
 def test_a_mesh_axis_that_is_named_gets_a_layout_that_uses_it(options, preset, noted):

@@ -191,7 +191,7 @@ def test_overlap_drops_out_with_its_mesh_axis():
                 "Every mesh axis must slice something in use: otherwise, its devices repeat each other's work.",
                 "data=8 with the preset fsdp, which slices only parameters at rest over it",
                 "mesh.data",
-                "use --layout.preset auto, or an entry such as --layout.compute.batch data",
+                "use an entry such as --layout.compute.batch data",
             ],
         ),
         (

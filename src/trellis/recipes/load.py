@@ -139,7 +139,8 @@ def _around(folder: Path) -> str:
 def _using(run: Run, named: set[str]) -> str | None:
     """Why a layout should be one that uses the mesh axes that the user named: the run's leaves one without work."""
     sizes, used = dataclasses.asdict(run.mesh), run.layout.used()
-    idle = [axis for axis in AXES if axis in named and sizes[axis] != 1 and axis not in used]
+    more = dataclasses.replace(run.layout, preset="auto").used() - used
+    idle = [axis for axis in AXES if axis in named and sizes[axis] != 1 and axis in more]
     if not idle:
         return None
     return f"layout.preset {run.layout.preset} -> auto, which uses the mesh axis {idle[0]}; --layout.preset sets it"

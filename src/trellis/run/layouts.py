@@ -303,11 +303,13 @@ def make_layout(
         kept = any(idle[0] in axes for axes in params.values())
         at_rest = ", which slices only parameters at rest over it" if kept else ""
         smaller = f"--mesh.{idle[0]} 1, " if mesh.data == -1 and idle[0] != "data" else ""  # `data` takes its devices
+        helps = idle[0] in dataclasses.replace(choice, preset="auto").used()
+        auto = "--layout.preset auto, or " if helps else "or " if smaller else ""
         raise UserError(
             "Every mesh axis must slice something in use: otherwise, its devices repeat each other's work.",
             seen=f"{idle[0]}={sizes[idle[0]]} with the preset {choice.preset}{at_rest}",
             where=f"mesh.{idle[0]}",
-            fix=f"use {smaller}--layout.preset auto, or an entry such as --layout.compute.batch {idle[0]}",
+            fix=f"use {smaller}{auto}an entry such as --layout.compute.batch {idle[0]}",
         )
     here = [{n: [a for a in over if a in sizes] for n, over in m.items()} for m in (params, compute)]
     for own, found in zip((choice.params, choice.compute), here, strict=True):
