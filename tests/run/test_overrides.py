@@ -233,6 +233,10 @@ def test_a_file_replaces_parts_and_options_replace_both():
             ],
         ),
         (
+            {"optimizer": "muon", "optimizer.update_rms": "-1"},
+            ["The size of an update must be positive.", "update_rms=-1.0", "--optimizer.update_rms", "use 0.2"],
+        ),
+        (
             {"profile.steps": "3"},
             [
                 "A field without a default must be set.",

@@ -34,7 +34,8 @@ def resolve(
     data = overridden(kind, merge(kind, plain(base) if base is not None else {}, patch or {}), texts)
 
     def origin(*paths: str) -> str:
-        set_by = [o for path in paths for o in texts if path == o or path.startswith(f"{o}.")]
+        nearest_first = sorted(texts, key=len, reverse=True)  # of `--optimizer muon --optimizer.beta 1` the second
+        set_by = [o for path in paths for o in nearest_first if path == o or path.startswith(f"{o}.")]
         set_in_part = [o for o in texts if o.startswith(f"{paths[0]}.")]
         for option in (*set_by, *set_in_part):
             return f"--{option}"
