@@ -72,6 +72,7 @@ def test_clusters_are_found(env, options, expected):
             "use 0 to 1",
         ),
         ({}, {"coordinator": "h:1", "processes": 1, "process": 0}, "must be 2 or more", "leave the options out"),
+        ({}, {"coordinator": "h:1", "processes": 0, "process": 0}, "must be 2 or more", "leave the options out"),
         (OMPI, {}, "need an address at which they find each other", "with the host of rank 0"),
     ],
 )

@@ -186,19 +186,19 @@ def _from_options(coordinator: str | None, processes: int | None, process: int |
         raise UserError(
             "A coordinator must be an address and a port.", seen=coordinator, where=where, fix="write it as HOST:PORT"
         )
+    if processes < 2:
+        raise UserError(
+            "The number of processes must be 2 or more.",
+            seen=f"--distributed.processes {processes}",
+            where=where,
+            fix="leave the options out",
+        )
     if not 0 <= process < processes:
         raise UserError(
             "A process must have a number from 0 to the number of processes minus 1.",
             seen=f"process {process} of {processes}",
             where=where,
             fix=f"use 0 to {processes - 1}",
-        )
-    if processes == 1:
-        raise UserError(
-            "The number of processes must be 2 or more.",
-            seen="--distributed.processes 1",
-            where=where,
-            fix="leave the options out",
         )
     # Otherwise JAX would take the devices of this process from the cluster around it.
     return {
