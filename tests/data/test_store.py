@@ -22,6 +22,7 @@ from trellis.data import (
 )
 from trellis.data.store.damage import find_damage
 from trellis.data.store.store import smallest_dtype
+from trellis.data.store.summary import summarize
 from trellis.data.store.zarray import crc32c
 from trellis.errors import UserError
 
@@ -254,9 +255,24 @@ def test_a_store_whose_tokenizer_was_replaced(store, tmp_path):
     path.write_text(train_bpe(iter([["aa bb"]]), 258).json)
     with pytest.raises(UserError, match="A store's tokenizer must be the one that made its tokens"):
         open_store(store.url).tokenizer()
+    (damage,) = find_damage(open_store(store.url))
+    assert str(damage).startswith("tokenizer.json: sha256")
+    path.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="A store's tokenizer must be valid UTF-8"):
+        summarize(open_store(store.url))  # and not the numbers of tokens, as of a format that holds no tokenizer
     path.unlink()
     with pytest.raises(UserError, match="A store must contain its tokenizer"):
         open_store(store.url).tokenizer()
+
+
+def test_metadata_that_lacks_something(store, tmp_path):
+    path = tmp_path / "store" / "zarr.json"
+    about = json.loads(path.read_text())
+    del about["attributes"]["trellis"]["dtype"]
+    path.write_text(json.dumps(about))
+    with pytest.raises(UserError, match="The metadata of a token store must be complete") as raised:
+        open_store(store.url)
+    assert raised.value.seen == "no dtype"
 
 
 def test_opening_reads_only_metadata(store, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -449,6 +450,14 @@ def test_a_tokenizer_whose_documents_end_with_a_token_that_the_model_has_not_is_
     with pytest.raises(UserError, match="The model's vocabulary must include the token that ends a document") as error:
         open_corpus(run)
     assert error.value.seen == "<|endoftext|>, token 256, vocab=256" and "--model.vocab 257" in error.value.fix
+
+
+def test_a_store_whose_tokenizer_is_damaged_is_not_read_as_one_without(stores, tmp_path):
+    """It would have no samples, bytes counted as an average, and any tokenizer that the run names."""
+    shutil.copytree(stores / "a", tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.json").write_text((stores / "a" / "tokenizer.json").read_text()[:-9])
+    with pytest.raises(UserError, match="A tokenizer must be a tokenizer.json"):
+        open_corpus(run_on(StoreSource(path=str(tmp_path / "a")), vocab=300))
 
 
 @pytest.mark.slow

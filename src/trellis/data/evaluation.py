@@ -4,7 +4,6 @@ import numpy as np
 
 from trellis.data.batch import Batch
 from trellis.data.store.token_store import TokenStore
-from trellis.errors import UserError
 
 
 def count_bytes(store: TokenStore, batch: Batch) -> float:
@@ -15,10 +14,7 @@ def count_bytes(store: TokenStore, batch: Batch) -> float:
     store's average.
     """
     mask = np.asarray(batch.loss_mask)
-    try:
-        tokenizer = store.tokenizer()
-    except UserError:
-        tokenizer = None
+    tokenizer = None if store.tokenizer_sha256 is None else store.tokenizer()
     if tokenizer is None or not tokenizer.counts_bytes:
         return float(mask.sum()) * store.bytes_per_token
     each = tokenizer.token_bytes[np.asarray(batch.targets)]

@@ -195,7 +195,9 @@ def _mixture(config: MixtureSource, stores: dict, held_out: dict) -> Mixture:
 
 
 def _tokenizer_of(store: TokenStore) -> Tokenizer | None:
-    try:
-        return store.tokenizer()
-    except UserError:  # other projects' formats hold none, and training needs none
-        return None
+    """The tokenizer that made a store, or None: other projects' formats hold none, and training needs none.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    return None if store.tokenizer_sha256 is None else store.tokenizer()

@@ -7,11 +7,13 @@ import numpy as np
 
 from trellis.data.store.store import Store
 from trellis.data.store.zarray import ArrayReader, DamagedChunk
+from trellis.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Damage:
-    """A chunk that is not as it was written, and the first and last document that reach into it, or None."""
+    """A chunk, or the tokenizer, that is not as it was written; of a chunk the first and last document that reach into
+    it, or None."""
 
     chunk: str
     problem: str
@@ -28,8 +30,15 @@ class Damage:
 
 
 def find_damage(store: Store) -> Iterator[Damage]:
-    """Compares every chunk with its checksum and the arrays with each other. Reads one chunk at a time."""
+    """Compares every chunk with its checksum, the arrays with each other, and the tokenizer with the one recorded.
+
+    Reads one chunk at a time.
+    """
     broken = set()
+    try:
+        store.tokenizer()
+    except UserError as error:
+        yield Damage("tokenizer.json", str(error.seen))
     for array in store.arrays.values():
         for index in range(array.num_chunks):
             try:

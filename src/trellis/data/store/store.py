@@ -13,6 +13,11 @@ from trellis.data.tokenizer import Tokenizer
 from trellis.errors import UserError
 
 FORMAT, VERSION = "trellis-tokens", 1
+# What is read of the metadata.
+_READ = (
+    *("complete", "num_tokens", "num_documents", "num_files", "text_bytes", "dtype", "vocab_size", "end_of_document"),
+    *("chunk_tokens", "chunk_offsets", "has_loss_mask", "tokenizer"),
+)
 REQUESTS_AT_ONCE = 32  # requests to the server of a remote store
 CHECK_UP_TO = 1 << 30  # bytes of tokens; larger stores are checked only by `trellis data verify`
 
@@ -63,12 +68,19 @@ class Store(TokenStore):
                 where=self.url,
                 fix="use the path that `trellis tokenize --out` was given",
             )
-        if about["version"] != VERSION:
+        if about.get("version") != VERSION:
             raise UserError(
                 f"This version of Trellis can read only version {VERSION} of the store format.",
-                seen=f"version {about['version']}",
+                seen=f"version {about.get('version')}",
                 where=self.url,
                 fix="use the version of Trellis that wrote it, or tokenize again",
+            )
+        if missing := [name for name in _READ if name not in about]:
+            raise UserError(
+                "The metadata of a token store must be complete.",
+                seen=f"no {', '.join(missing)}",
+                where=f"{self.url}/zarr.json",
+                fix="copy the store again, or tokenize again: the file is damaged",
             )
         self.about = about
         self.complete = about["complete"]
@@ -146,18 +158,26 @@ class Store(TokenStore):
                     where=self.url,
                     fix="copy the store again, or tokenize again",
                 ) from error
-            self._tokenizer = Tokenizer(
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    "A store's tokenizer must be valid UTF-8.",
+                    seen=f"byte {error.object[error.start]:#04x} at {error.start}",
+                    where=f"{self.url}/tokenizer.json",
+                    fix="copy the store again, or tokenize again",
+                ) from error
+            tokenizer = Tokenizer(
                 serialized,
                 end_of_document=self.about["tokenizer"]["end_of_document"],
                 where=f"{self.url}/tokenizer.json",
             )
-            if self._tokenizer.sha256 != self.about["tokenizer"]["sha256"]:
+            if tokenizer.sha256 != self.about["tokenizer"]["sha256"]:
                 raise UserError(
                     "A store's tokenizer must be the one that made its tokens.",
-                    seen=f"sha256 {self._tokenizer.sha256[:16]}, recorded {self.about['tokenizer']['sha256'][:16]}",
+                    seen=f"sha256 {tokenizer.sha256[:16]}, recorded {self.about['tokenizer']['sha256'][:16]}",
                     where=f"{self.url}/tokenizer.json",
                     fix="copy the store again, or tokenize again",
                 )
+            self._tokenizer = tokenizer
         return self._tokenizer
 
     def each(self, function: Callable[[int], None], count: int) -> None:

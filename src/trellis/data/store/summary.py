@@ -7,7 +7,6 @@ import numpy as np
 
 from trellis.data.store.store import Store
 from trellis.data.store.token_store import TokenStore
-from trellis.errors import UserError
 
 HISTOGRAM_DOCUMENTS = 1 << 20  # larger stores are sampled: this many documents, in 64 evenly spread runs
 
@@ -62,7 +61,6 @@ def _lengths(store):
 
 def _decoded(store, i):
     tokens = store.document(i)[:200]
-    try:
-        return store.tokenizer().decode(tokens)
-    except UserError:
+    if store.tokenizer_sha256 is None:  # other projects' formats hold no tokenizer
         return " ".join(map(str, tokens[:40]))
+    return store.tokenizer().decode(tokens)
