@@ -197,6 +197,8 @@ def test_a_store_in_a_folder_is_no_part_of_it(tmp_path):
     (tmp_path / "deep" / "zarr.json").write_text('{"text": "of another kind"}')
     names = [file.name for file in find_files(tmp_path)]
     assert names == [str(tmp_path / name) for name in ("1.jsonl", "deep/zarr.json")]
+    with pytest.raises(UserError, match="seen:  a token store"):
+        find_files(tmp_path / "deep" / "out")
     assert tokens_of(tmp_path / "*.jsonl", tmp_path / "deep" / "out").num_tokens == first.num_tokens
     (tmp_path / "deep" / "zarr.json").unlink()
     assert tokens_of(tmp_path, tmp_path / "deep" / "out").num_tokens == first.num_tokens

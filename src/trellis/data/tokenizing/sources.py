@@ -200,6 +200,9 @@ def changed_since(files: Sequence[SourceFile], out: str | os.PathLike) -> list[s
 def _local(path):
     path = local_path(os.fspath(path))
     if os.path.isdir(path):
+        if is_own(open_folder(path)):
+            fix = "name the texts that it was made of; `trellis data inspect` shows what is in it"
+            raise UserError("Every input must be text.", seen="a token store", where=path, fix=fix)
         names = sorted(_inside(path))
     elif os.path.exists(path):
         names = [path]
