@@ -33,6 +33,27 @@ def test_what_has_no_gradient_is_told(words):
     assert tr.grad(lambda x, key: (x * tr.random.normal(key, X.axes)).sum())(X, jax.random.key(0)).names == ("embed",)
 
 
+def doubled(x):
+    return tr.while_loop(lambda x: x.sum() < 20.0, lambda x: 2 * x, x)
+
+
+def test_a_loop_that_ends_by_a_condition_has_no_gradient():
+    words = "a loop that ends by a condition has no gradient, got a while_loop .* in the gradient of"
+    with pytest.raises(TypeMismatch, match=words):
+        tr.grad(lambda x: doubled(x).sum())(X)
+    with pytest.raises(TypeMismatch, match=words):
+        tr.ledger(jax.grad(lambda x: doubled(x).sum().array), X)
+    assert tr.grad(lambda x: (x * doubled(tr.stop_gradient(x))).sum())(X).tolist() == [4.0] * 8
+
+
+def test_plain_arrays_in_slices_of_a_gradient_are_told():
+    with tr.Layout(tr.make_mesh(data=8), params={"embed": "data"}):
+        x = tr.shard(X)
+        product = lambda x: jax.lax.associative_scan(jnp.multiply, x.array).sum()
+        with pytest.raises(tr.MeshError, match="plain arrays in slices only if it knows .* in test_grad.py"):
+            tr.grad(product)(x)
+
+
 def clipped(ended):
     """A clip with a slope of its own, whose rule ends with `ended`."""
 

@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trellis._compat import mapped_over
 from trellis.named.arguments import function_of, shown
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import NamesError
 from trellis.named.operand import no_copies, to_differentiate
 from trellis.named.placing import of_each_device
-from trellis.named.refusals import raise_of_derivatives
+from trellis.named.refusals import raise_in_our_words, raise_of_derivatives
 from trellis.notation import typeof
 
 
@@ -33,8 +34,10 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
 
     Raises:
         NamesError: the value has names left.
-        TypeMismatch: JAX does not differentiate what a manual function makes of a copy; or a `jax.custom_vjp` or
-            `jax.custom_jvp` gives a gradient or a tangent that lies elsewhere than it belongs.
+        TypeMismatch: JAX does not differentiate what a manual function makes of a copy, or a loop that ends by a
+            condition; or a `jax.custom_vjp` or `jax.custom_jvp` gives a gradient or a tangent that lies elsewhere than
+            it belongs.
+        MeshError: an operation on plain arrays in slices, whose result lies nobody knows where.
     """
     function_of(fn, "value_and_grad", "write value_and_grad(lambda x: (x * x).sum())(x)")
     names: list[bool] = []
@@ -58,8 +61,11 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
         _check_arguments(args, argnums, fn)
         try:
             (value, aux), gradients = differentiated(*_of_each_device(args, argnums), **kwargs)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise_of_derivatives(error, _name_of(fn))
+        except Exception as error:
+            if mapped_over():  # the map has its own words for what JAX says of slices
+                raise_of_derivatives(error, _name_of(fn))
+            else:
+                raise_in_our_words(error, _name_of(fn), "grad")
             raise
         value = NamedArray(value, ()) if names.pop() else value
         return ((value, aux) if has_aux else value), gradients

@@ -83,9 +83,16 @@ def raise_of_derivatives(error: Exception, name: str) -> None:
     """Puts what JAX says when it differentiates a function into our words; lets any other error pass.
 
     Raises:
-        TypeMismatch: JAX does not differentiate what a manual function makes of a copy; or a `jax.custom_vjp` or
-            `jax.custom_jvp` gives a gradient or a tangent that lies elsewhere than it belongs.
+        TypeMismatch: JAX does not differentiate what a manual function makes of a copy, or a loop that ends by a
+            condition; or a `jax.custom_vjp` or `jax.custom_jvp` gives a gradient or a tangent that lies elsewhere than
+            it belongs.
     """
+    if isinstance(error, ValueError) and str(error).startswith("Reverse-mode differentiation does not work for lax."):
+        raise TypeMismatch(
+            "a loop that ends by a condition has no gradient, got a while_loop (or a fori_loop whose bounds are values "
+            f"of the program), in the gradient of `{name}`: use scan or fold over a fixed length, with where(...) for "
+            "what is done, or give the loop stop_gradient(...) of what it starts with"
+        ) from error
     if isinstance(error, ValueError | TypeError | NotImplementedError):
         raise_of_gradient(error, name)
         _raise_of_a_rule(error, name)
