@@ -1,5 +1,6 @@
 """Layers as a pipeline: the same values and gradients, one permute a tick, and one error for each mistake."""
 
+import functools
 import math
 
 import equinox as eqx
@@ -41,15 +42,19 @@ class Layer(eqx.Module):
         return x + hidden * marks * scale
 
 
+def drawn(seed: int, *sizes: int) -> np.ndarray:
+    """By NumPy: each layout would have JAX compile what draws."""
+    return np.random.default_rng(seed).standard_normal(sizes, np.float32)
+
+
 def layers(count: int = LAYERS, **options) -> Stacked:
-    make = lambda key: Layer(random.normal(key, {"embed": EMBED, "out": EMBED}) * 0.2)
-    return Stacked.init(make, Axis("layers", count), key=jax.random.key(0), **options)
+    weights = named(drawn(0, count, EMBED, EMBED) * np.float32(0.2), "layers embed out")
+    return Stacked(Layer(weights), Axis("layers", count), **options)
 
 
 def inputs():
-    x = random.normal(jax.random.key(1), {"batch": BATCH, "embed": EMBED})
-    marks = named(1.0 + jnp.arange(BATCH, dtype=jnp.float32) / 8, "batch")
-    return x, marks
+    x = named(drawn(1, BATCH, EMBED), "batch embed")
+    return x, named(1 + np.arange(BATCH, dtype=np.float32) / 8, "batch")
 
 
 def layout(stages: int, data: int = 1, *, extra=(), **options) -> Layout:
@@ -68,6 +73,12 @@ def value_and_gradients(stacked, x, marks, policy=None):
     return jax.value_and_grad(loss, argnums=(0, 1))(stacked, x)
 
 
+@functools.cache
+def one_by_one(count: int = LAYERS):
+    """What one device finds."""
+    return named_jit(value_and_gradients)(layers(count), *inputs())
+
+
 def check_close(found, expected):
     """Float32 sums in another order: each array to 1e-5 of its largest value."""
     for wanted, got in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
@@ -82,22 +93,20 @@ def placed(x, marks):
 @pytest.mark.parametrize("stages, data, extra", [(2, 1, ()), (4, 2, ()), (2, 4, ("stage",))])
 @pytest.mark.parametrize("microbatches", [None, 2])
 def test_values_and_gradients_are_those_of_the_layers_one_by_one(stages, data, extra, microbatches):
-    expected = named_jit(value_and_gradients)(layers(), *inputs())
     with layout(stages, data, extra=extra, pipeline_microbatches=microbatches):
         found = named_jit(value_and_gradients)(shard(layers()), *placed(*inputs()))
         weights = found[1][0].block.w
         assert str(weights.type) == ("layers/stage embed/data out" if data > 1 else "layers/stage embed out")
-    check_close(found, expected)
+    check_close(found, one_by_one())
 
 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("options", [{"unrolled": True}, {"unroll": 1}])
 @pytest.mark.parametrize("policy", [Keep(), Keep(names=("hidden",))])
 def test_unrolled_layers_and_policies_change_nothing(options, policy):
-    expected = named_jit(value_and_gradients)(layers(), *inputs())
     with layout(2, 2):
         found = named_jit(value_and_gradients, static=(3,))(shard(layers(**options)), *placed(*inputs()), policy)
-    check_close(found, expected)
+    check_close(found, one_by_one())
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.checkpoint])
@@ -115,7 +124,7 @@ def test_a_stack_that_is_called_inside_of_a_function_of_jax_is_refused_with_the_
 def test_bfloat16_layers_stay_bfloat16_and_add_up_their_gradients_in_float32():
     """128 microbatches of one row: a sum in bfloat16 would stop growing at 256 times its addends."""
     ones = lambda *names: named(
-        jnp.ones([2 if n == "layers" else 256 if n == "batch" else 1 for n in names], jnp.bfloat16), " ".join(names)
+        np.ones([2 if n == "layers" else 256 if n == "batch" else 1 for n in names], jnp.bfloat16), " ".join(names)
     )
 
     class Add(eqx.Module):
@@ -177,7 +186,7 @@ def noise(stacked: Stacked, x: NamedArray, of: str) -> NamedArray:
 def test_what_all_layers_get_moves_once():
     """A weight as an argument: its gradient is summed after the last tick, and not in every tick for every layer."""
     stacked, (x, marks) = layers(), inputs()
-    weight = random.normal(jax.random.key(2), {"embed": EMBED, "out": EMBED}) * 0.2
+    weight = named(drawn(2, EMBED, EMBED) * np.float32(0.2), "embed out")
 
     def call(layer, x, w, marks):
         return layer(x + einsum("batch embed, embed out -> batch out", x, w).rename(out="embed"), 1.0, marks)
@@ -196,7 +205,7 @@ def test_what_all_layers_get_moves_once():
 def test_what_layers_take_from_around_them():
     """A weight that rests in slices is right; of the batch they see a part, so what has it is refused with the fix."""
     stacked, (x, marks) = layers(), inputs()
-    weight = random.normal(jax.random.key(2), {"embed": EMBED, "out": EMBED}) * 0.2
+    weight = named(drawn(2, EMBED, EMBED) * np.float32(0.2), "embed out")
 
     def loss(w, s, x, m):
         more = lambda x: x + einsum("batch embed, embed out -> batch out", x, w).rename(out="embed")
@@ -216,8 +225,8 @@ def test_what_layers_take_from_around_them():
 def test_random_keys_differ_between_parts(data, of):
     """Rows of different microbatches, and of different slices of the batch, get different noise."""
     with layout(2, data, pipeline_microbatches=8 // data):
-        stacked = Stacked(Noise(random.normal(jax.random.key(0), {"layers": 2, "embed": EMBED})), Axis("layers", 2))
-        x = shard(named(jnp.zeros((8, EMBED)), "batch embed"), "compute")
+        stacked = Stacked(Noise(named(drawn(0, 2, EMBED), "layers embed")), Axis("layers", 2))
+        x = shard(named(np.zeros((8, EMBED), np.float32), "batch embed"), "compute")
         out = named_jit(noise, static=(2,))(shard(stacked), x, of)
     rows = np.asarray(out.array)
     assert len(np.unique(rows.round(5), axis=0)) == 8
@@ -226,8 +235,8 @@ def test_random_keys_differ_between_parts(data, of):
 @pytest.mark.parametrize("of", ["a layer", "all layers", "no layer"])
 def test_what_is_not_drawn_along_the_batch_is_the_same_for_all_parts(of):
     """As on one device: noise of a weight is that of all rows."""
-    stacked = Stacked(OfWeights(named(jnp.ones((LAYERS, EMBED)), "layers embed")), Axis("layers", LAYERS))
-    wanted = noise(stacked, inputs()[0], of).array
+    stacked = Stacked(OfWeights(named(np.ones((LAYERS, EMBED), np.float32), "layers embed")), Axis("layers", LAYERS))
+    wanted = named_jit(noise, static=(2,))(stacked, inputs()[0], of).array
     with layout(2, 2, pipeline_microbatches=2):
         found = named_jit(noise, static=(2,))(shard(stacked), placed(*inputs())[0], of)
     np.testing.assert_allclose(found.array, wanted, rtol=1e-5)
@@ -235,11 +244,11 @@ def test_what_is_not_drawn_along_the_batch_is_the_same_for_all_parts(of):
 
 def test_a_jitted_function_may_draw_in_a_layer():
     """JAX would keep what it has traced of it, and with it the number of a part that another program has."""
-    drawn = jax.jit(lambda x: random.dropout(jax.random.key(3), x, 0.5))
-    stacked = Stacked(OfWeights(named(jnp.ones((LAYERS, EMBED)), "layers embed")), Axis("layers", LAYERS))
+    dropped = jax.jit(lambda x: random.dropout(jax.random.key(3), x, 0.5))
+    stacked = Stacked(OfWeights(named(np.ones((LAYERS, EMBED), np.float32), "layers embed")), Axis("layers", LAYERS))
     with layout(2, 2, pipeline_microbatches=2):
         x, block = placed(*inputs())[0], shard(stacked)
-        programs = [str(jax.make_jaxpr(lambda x: block.fold(x, call=lambda _, x: drawn(x)))(x)) for _ in range(2)]
+        programs = [str(jax.make_jaxpr(lambda x: block.fold(x, call=lambda _, x: dropped(x)))(x)) for _ in range(2)]
     assert programs[0] == programs[1]
 
 
@@ -259,7 +268,7 @@ class Numbered(eqx.Module):
 
 def test_numbers_of_rows_are_not_made_in_a_layer():
     """They would be those of a part."""
-    stacked = Stacked(Numbered(named(jnp.ones((2, EMBED)), "layers embed")), Axis("layers", 2))
+    stacked = Stacked(Numbered(named(np.ones((2, EMBED), np.float32), "layers embed")), Axis("layers", 2))
     assert mistake(layout(2), stacked, inputs()[0]) == (
         "a layer in a pipeline must compute each row of 'batch' on its own, got arange along 'batch', of which it "
         "sees only a microbatch: move it out of the layers, or remove the layers from the layout's compute"
@@ -298,7 +307,7 @@ SIZES |= MADE
 @pytest.mark.parametrize("what", SIZES)
 def test_how_many_rows_there_are_is_no_number_in_a_layer(what):
     """It would be that of a part; what is made of that size is right."""
-    stacked = Stacked(Sized(named(jnp.full((2, EMBED), 0.5), "layers embed"), what), Axis("layers", 2))
+    stacked = Stacked(Sized(named(np.full((2, EMBED), 0.5, np.float32), "layers embed"), what), Axis("layers", 2))
     if what not in MADE:
         assert mistake(layout(2, 2), stacked, inputs()[0]) == (
             "a layer in a pipeline must compute each row of 'batch' on its own, got a number made from the count of "
@@ -315,15 +324,15 @@ def test_how_many_rows_there_are_is_no_number_in_a_layer(what):
 @pytest.mark.slow
 @pytest.mark.parametrize("rest", [{"layers": "data"}, {"layers": "data", "embed": "stage"}, {"layers": "data/stage"}])
 def test_layers_that_rest_over_another_axis_go_to_their_stages(rest):
-    expected = value_and_gradients(layers(), *inputs())
     with Layout(make_mesh(jax.devices()[:4], stage=2, data=2), rest, {"layers": "stage", "batch": "data"}):
-        check_close(named_jit(value_and_gradients)(shard(layers()), *placed(*inputs())), expected)
+        found = named_jit(value_and_gradients)(shard(layers()), *placed(*inputs()))
+    check_close(found, one_by_one())
 
 
 @pytest.mark.slow
 def test_without_a_use_of_the_layers_slices_they_are_gathered():
     """Layers sliced at rest only, and `scan`, which also gives each layer's value: no pipeline."""
-    expected = through(layers(), *inputs())
+    expected = named_jit(through)(layers(), *inputs())
     mesh = make_mesh(jax.devices()[:2], stage=2)
     with Layout(mesh, {"layers": "stage"}, {"batch": "stage"}):
         found = named_jit(through)(shard(layers()), *placed(*inputs()))
@@ -344,10 +353,10 @@ class Identity(eqx.Module):
 
 
 def test_mistakes():
-    of = lambda n: Stacked(Identity(named(jnp.ones((n, 2)), "layers embed")), Axis("layers", n))
+    of = lambda n: Stacked(Identity(named(np.ones((n, 2), np.float32), "layers embed")), Axis("layers", n))
     mesh = make_mesh(stage=4, data=2)
     use = {"layers": "stage", "batch": "data"}
-    x = named(jnp.ones((16, 2)), "batch embed")
+    x = named(np.ones((16, 2), np.float32), "batch embed")
     assert mistake(Layout(mesh, (), use, uneven=("layers",)), of(3), x) == (
         "every part of a pipeline needs a layer, got 3 'layers' in 1 group on each of 4 stages: use numbers whose "
         "product is 3 or less"
@@ -355,7 +364,7 @@ def test_mistakes():
     assert mistake(Layout(mesh, (), {"layers": ("stage", "data")}), of(8), x) == (
         "a pipeline must run along one mesh axis, got 'layers/stage/data': choose one of them"
     )
-    assert mistake(Layout(mesh, (), use), of(4), named(jnp.ones((2,)), "embed")) == (
+    assert mistake(Layout(mesh, (), use), of(4), named(np.ones(2, np.float32), "embed")) == (
         "every value that a pipeline carries must have the name 'batch', got one without it: carry named arrays that "
         "have it, or remove 'layers' from the layout's compute"
     )
@@ -373,20 +382,19 @@ def test_mistakes():
 @pytest.mark.parametrize("count, stages", [(3, 2), (6, 4)])
 def test_stages_with_a_layer_less(count, stages):
     """Values and gradients of numbers of layers that stages do not divide."""
-    expected = named_jit(value_and_gradients)(layers(count), *inputs())
     mesh = make_mesh(jax.devices()[: stages * 2], stage=stages, data=2)
     maps = {"embed": ("data", "stage")}, {"layers": "stage", "batch": "data"}
     with Layout(mesh, *maps, pipeline_microbatches=2, uneven=("layers",)):
         stacked = shard(layers(count), "params")
         found = named_jit(value_and_gradients)(stacked, *placed(*inputs()))
-    check_close(found, expected)
+    check_close(found, one_by_one(count))
 
 
 @pytest.mark.parametrize("copied", ["~stage", "~stage ~data"])
 def test_layers_that_are_held_as_copies(copied):
     """Three layers on two stages, found by random programs (seed 2000637)."""
     mesh = make_mesh(jax.devices()[:4], stage=2, data=2)
-    w, h = random.normal(jax.random.key(0), {"layers": 3, "embed": EMBED}), inputs()[0]
+    w, h = named(drawn(0, 3, EMBED), "layers embed"), inputs()[0]
 
     def loss(w, h):
         stack = Stacked(w, Axis("layers", 3), unroll=1)
@@ -395,7 +403,7 @@ def test_layers_that_are_held_as_copies(copied):
     def of_copies(w, h):
         return loss(w.with_array(reshard(f"layers embed -> layers embed {copied}", w.array)), h)
 
-    expected = jax.grad(loss, (0, 1))(w, h)
+    expected = jax.jit(jax.grad(loss, (0, 1)))(w, h)
     with Layout(mesh, {}, {"layers": "stage"}, uneven=("layers",)):
         found = named_jit(jax.grad(of_copies, (0, 1)))(w, h)
     check_close(found, expected)
