@@ -90,8 +90,10 @@ def test_a_search_plans_the_fastest_also_with_layers_written_out(written):
         assert c.options.get("scan_layers") == {None: None, False: "false"}[c.run.scan_layers] or written == "false"
         assert c.options.get("scan_layers") == {None: "null", False: None}[c.run.scan_layers] or written == "null"
         again = load_run("mixtral_8x7b_v5p_64", MIXTURE | {"scan_layers": written} | dict(c.options))
-        assert quick_plan(again, where).seconds == c.plan.seconds, "options as they are told give what was promised"
+        assert again == c.run, "options as they are told give the run that was planned"
     assert all(("written out" in c.layout) is (c.run.scan_layers is False) for c in found.candidates)
+    for c in (by_scan[None][0], by_scan[False][0]):
+        assert quick_plan(c.run, where).seconds == c.plan.seconds, "and what was promised of it"
     runs = [c.run for c in found.candidates]
     assert all(one != other for number, one in enumerate(runs) for other in runs[:number]), "none is planned twice"
 
