@@ -92,3 +92,16 @@ def test_too_large_is_a_finding():
     words = verdict_text(plan, judge(plan, prog, compiled))
     assert "DOES NOT FIT" in words
     assert "mlp_gate or mlp_up" in words  # the compiler's buffer, by the names that the model gave
+
+
+@pytest.mark.slow
+def test_what_attentions_kernel_writes_128_times_does_not_wait_for_the_backward_pass():
+    """Of layers that are written out, libtpu took the log of the sums out of it where the backward pass reads it."""
+    shape = {"model.embed": "256", "model.layers": "3", "model.heads": "4", "model.kv_heads": "2", "model.mlp": "512"}
+    shape |= {"model.vocab": "1024", "data.sequence_length": "1024", "batch_size": "16", "microbatches": "1"}
+    run = load_run("llama_8b", {**shape, "scan_layers": "false", "remat.policy": "none"})
+    _, compiled = compile_run(run, target("v5e:2x2"))
+    lines = compiled.text[compiled.text.index("\nENTRY") :].splitlines()
+    taken = [n for n, line in enumerate(lines) if "_splash_attention))/slice" in line and " fusion(" in line]
+    kernels = [n for n, line in enumerate(lines) if "custom-call(" in line and "mha_dkv" in line]
+    assert len(taken) == len(kernels) == 3 and max(taken) < min(kernels)
