@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -162,6 +163,19 @@ def test_rounding_of_which_nothing_else_is_left_proves_a_function_with_a_referen
     assert proof.proven and proof.rounding > 1e-3 and proof.error < 1e-6
     wrong = jax.jit(lambda b, q, x: [1.001 * y for y in both(b, q, x)])
     assert not tr.prove(both, jnp.ones((1, 4)), q, x, on="v5e:2x2", reference=wrong, explain=False).proven
+
+
+def test_a_constant_that_the_compiler_rounds_is_held_as_it_is_written(four):
+    """A weight that a function closes over: products round it, and the compiler does so once and for all."""
+    x, w = jax.random.normal(jax.random.key(0), (8, 128)), np.asarray(jax.random.normal(jax.random.key(1), (128, 64)))
+    x = jax.device_put(x, NamedSharding(four, P("x")))
+    proof = tr.prove(jax.grad(lambda x: jnp.mean((x @ w) ** 2)), x, on="v5e:2x2")
+    assert proof.proven and proof.written and as_json(proof)["written"] and proof.error < 1e-5, proof
+    assert "constants   held as they are written" in str(proof)
+    other = w.copy()
+    other[5, 7] += 0.5  # another number than the one that was rounded
+    wrong = tr.prove(lambda x: x @ w, x, on="v5e:2x2", reference=lambda x: x @ other, explain=False)
+    assert not wrong.proven and not wrong.written
 
 
 def test_a_value_that_a_function_returns_twice_is_not_taken_for_a_partial_sum(four):

@@ -28,6 +28,7 @@ from trellis.program.trace import first_mesh, mesh_of, trace
 from trellis.proof.comparing import BOUND, largest
 from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
 from trellis.proof.interpreter.unrounded import rounds
+from trellis.proof.interpreter.written import Written
 from trellis.proof.placing import numbers_of, plain
 from trellis.proof.proof import Proof, Subject, Wanted, Watch
 
@@ -63,6 +64,9 @@ def proof_of(
     if not proof.proven and not proof.fault:
         proof = _in_float64(proof, subject, compiled, bound, meant)
         watch.note("in float64")
+    if not proof.proven and not proof.fault:
+        proof = _as_written_down(proof, subject, compiled, bound)
+        watch.note("constants as written")
     if explain and not proof.proven and not proof.fault:
         proof = dataclasses.replace(proof, finding=subject.why(compiled, bound))
         watch.note("looking for the reason")
@@ -125,6 +129,19 @@ def _in_float64(
         if again.proven:
             return dataclasses.replace(again, rounding=proof.error)
     return proof
+
+
+def _as_written_down(proof: Proof, subject: Subject, compiled: Compiled, bound: float) -> Proof:
+    """The proof again with the constants of the program before a compiler has seen it, in place of rounded ones.
+
+    It stays as it was if a result is wrong there, too.
+    """
+    written = Written(full_text(subject.lowered))
+    try:
+        again = subject.execute(compiled, bound=bound, written=written)
+    except (Failed, NotInterpreted):
+        return proof
+    return again if again.proven else proof
 
 
 def _wanting(meant: Sequence[np.ndarray], subject: Subject) -> Subject:

@@ -18,6 +18,7 @@ from trellis.plan.compile import Compiled, compile_lowered
 from trellis.proof.comparing import BOUND, Output, compare
 from trellis.proof.finding import Finding, Suspect, find
 from trellis.proof.interpreter import Failed, Faulty, Interpreter, NotInterpreted, most_bytes
+from trellis.proof.interpreter.written import Written
 from trellis.proof.placing import cut, sharding_of
 
 
@@ -146,6 +147,7 @@ class Subject:
         bound: float = BOUND,
         wide: type = np.float32,
         rounds: bool = True,
+        written: Written | None = None,
     ) -> "Proof":
         """Executes the compiled program, or another one with the same arguments and results, and compares.
 
@@ -155,8 +157,9 @@ class Subject:
             bound: what deviations may be.
             wide: what floats are held in.
             rounds: whether what becomes whole numbers of eight bits is rounded.
+            written: constants that stand in for those that the compiler rounded.
         """
-        interpreter = Interpreter(text or compiled.text, self.mesh.size, wide=wide, rounds=rounds)
+        interpreter = Interpreter(text or compiled.text, self.mesh.size, wide=wide, rounds=rounds, written=written)
         parts = self.parts(compiled)
         self._fits(most_bytes(interpreter, parts))
         found, fault = (), ""
@@ -178,6 +181,7 @@ class Subject:
             results=found,
             structure=matched,
             unrounded=bool(interpreter.unrounded),
+            written=written is not None and written.used,
         )
 
     def _fits(self, needed: int) -> None:
@@ -248,6 +252,7 @@ class Proof:
         rounding: the largest deviation in float32, if it is more than may be, and floats of 64 bits, with which this
             proof is then made, show that it is rounding.
         unrounded: whether what becomes whole numbers of eight bits is held as the floats that it is made of.
+        written: whether constants that the compiler rounded are held as they are written.
         unknown: what the interpreter does not know of the step for one device, as it is written, if it does not.
         between: whether a token stands between two experts, so that two right programs may be far apart.
         finding: what made it wrong, if it is.
@@ -268,6 +273,7 @@ class Proof:
     rounded: float | None = None
     rounding: float | None = None
     unrounded: bool = False
+    written: bool = False
     unknown: str = ""
     between: bool = False
     finding: Finding | None = None

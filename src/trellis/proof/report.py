@@ -47,6 +47,8 @@ def _head(proof: Proof) -> str:
         lines.append(f"  floats      of 64 bits: with 32, rounding makes deviations of up to {proof.rounding:.0e}")
     if proof.unrounded:
         lines.append("  int8        held as the floats that it is rounded from: rounded, right programs would differ")
+    if proof.written:
+        lines.append("  constants   held as they are written: the compiler rounds them to bfloat16 once and for all")
     return "\n".join(lines)
 
 
@@ -151,6 +153,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "rounded": proof.rounded,
         "rounding": proof.rounding and finite(proof.rounding),
         "unrounded": proof.unrounded,
+        "written": proof.written,
         "unknown": proof.unknown,
         "between": proof.between,
         "fault": proof.fault,

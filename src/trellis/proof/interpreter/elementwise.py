@@ -226,7 +226,9 @@ _BITS = {"s8": "i1", "s16": "i2", "s32": "i4", "s64": "i8", "u8": "u1", "u16": "
 
 
 def _constant(instruction: Instruction, machine) -> Callable:
-    value = constant(instruction.literal, machine.type(instruction), machine.dtype(instruction))[None]
+    kind = machine.type(instruction)
+    found = constant(instruction.literal, kind, machine.dtype(instruction))
+    value = (found if machine.written is None else machine.written.instead_of(found, kind.dtype))[None]
     return lambda values, team: value
 
 

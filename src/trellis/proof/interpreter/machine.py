@@ -39,6 +39,7 @@ from trellis.proof.interpreter.values import (
     in_four_bits,
 )
 from trellis.proof.interpreter.whole import mesh_of
+from trellis.proof.interpreter.written import Written
 
 OPERATIONS: Mapping[str, Callable] = {
     **elementwise.OPERATIONS,
@@ -90,6 +91,7 @@ class Interpreter:
         num_devices: the devices that it was compiled for; None reads the text's `num_partitions`.
         wide: the type that floats of every width are held in.
         rounds: whether what becomes whole numbers of eight bits is rounded to them (`unrounded`).
+        written: the constants that stand in for those that a compiler rounded (`written`); None for none.
         observe: called with each operation's result.
 
     Raises:
@@ -104,6 +106,7 @@ class Interpreter:
         *,
         wide: type | np.dtype = np.float32,
         rounds: bool = True,
+        written: Written | None = None,
         observe: Observer | None = None,
     ):
         if num_devices is None and isinstance(program, str):
@@ -114,6 +117,7 @@ class Interpreter:
         self.num_devices = num_devices or 1
         self.wide = np.dtype(wide)
         self.unrounded = frozenset() if rounds else unrounded(self.program)
+        self.written = written
         self.observe = observe
         self._plans: dict[str, list] = {}
         self._scalars: set[str] = set()
