@@ -194,3 +194,30 @@ def test_windows_of_sizes_that_mesh_axes_do_not_divide_compile_in_auto_mode():
         with tr.Layout(tr.make_mesh(data=2, model=4, axis_type="auto"), compute={"b": "data", "w": "model"}):
             found = tr.named_jit(tr.value_and_grad(loss))(tr.from_numpy(values, "b w"))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+
+
+@pytest.mark.slow(but=2)
+def test_an_update_takes_any_single_number(layout):
+    plain, names = _table()
+    x = tr.named(jnp.asarray(plain), names)
+    for number in (2, 2.0, np.float32(2), np.float64(2), jnp.float32(2), jnp.int32(2), tr.named(2.0, "")):
+        np.testing.assert_array_equal(x.at["w", 1].set(number), x.at["w", [1]].set(2.0))
+    added = jax.jit(lambda x, number: x.astype(jnp.bfloat16).at["w", [1, 1]].add(number))(x, jnp.float32(0.5))
+    assert added.dtype == jnp.bfloat16 and float(added["w", 1, "b", 0]) == plain[1, 0] + 1.0
+    slope = jax.grad(lambda number: (x.at["w", 1:3].set(number) * x).sum().array)(jnp.float32(2))
+    assert float(slope) == plain[1:3].sum()
+
+
+def test_an_update_keeps_what_its_value_is(layout):
+    plain, names = _table()
+    x = tr.named(jnp.asarray(plain), names)
+    for array, value, seen in (
+        (x.astype(jnp.int32), 0.5, "0.5"),
+        (x.astype(jnp.int32), jnp.float32(0.5), r"f32\[\]"),
+        (x.astype(jnp.int32), float("inf"), "inf"),
+        (x, 1j, "1j"),
+        (x, x["w", 0].astype(jnp.complex64), r"c64\[b.*\]"),
+        (x > 0, 1, "1"),
+    ):
+        with pytest.raises(tr.TypeMismatch, match=rf"an update must keep the dtype of its array, got {seen} for"):
+            array.at["w", 1].set(value)

@@ -9,7 +9,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.take import is_narrow
 from trellis.mesh.reshard import place
 from trellis.named import backend
-from trellis.named.arguments import has_keys, refuse_keys
+from trellis.named.arguments import has_keys, refuse_keys, shown
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.index import index
@@ -100,6 +100,8 @@ class Place:
         numbers = {n: v for n, v in found.items() if isinstance(v, int)}
         slices = {n: v for n, v in found.items() if isinstance(v, slice) and v != slice(0, self.x.shape[n], 1)}
         refuse_others((value,), what)
+        if not isinstance(value, NamedArray) and getattr(value, "ndim", None) == 0:
+            value = NamedArray(jnp.asarray(value), ())
         if method != "set" or has_keys(self.x) != has_keys(value):
             refuse_keys((self.x, value), what)
         given = [operand(value, what)] if isinstance(value, NamedArray) else []
@@ -161,12 +163,13 @@ class _Update:
         plain = place(x.array, state.axes, (), (), names=x.names) if state.mode == "explicit" else x.array
         names = [*self.aligned, *self.own, *self.free]
         arrays = [self._whole(widen(i, self.id_names), self.id_names, i, axes) for i in self.ids]
-        if isinstance(value, NamedArray):
-            arrays.append(self._values(value, names, axes))
-        elif getattr(value, "ndim", 0):
+        if getattr(value, "ndim", 0) and not isinstance(value, NamedArray):
             raise NamesError(
                 f"an update takes a number or a named array, got {typeof(value)}, in {self.what}: name its dimensions"
             )
+        self._check_kind(value)
+        if isinstance(value, NamedArray):
+            arrays.append(self._values(value, names, axes))
         program = self._program(method, value)
         if state.mode == "explicit" and any(axes.values()):
             specs = tuple(spec_of(state_of(a).axes) for a in (plain, *arrays))
@@ -191,6 +194,21 @@ class _Update:
         wanted = [axes.get(n, ()) if n in keep and array.shape[i] > 1 else () for i, n in enumerate(names)]
         return array if state.mode == "none" else place(array, wanted, (), (), names=tuple(names))
 
+    def _check_kind(self, value) -> None:
+        """Of a whole number in floats there is nothing to lose; of a float in whole numbers there is.
+
+        Raises:
+            TypeMismatch: the array's dtype cannot hold the value.
+        """
+        kinds = [jnp.complexfloating, jnp.inexact, jnp.integer, jnp.bool_]
+        rank = lambda dtype: next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), -1)
+        if rank(value.dtype if isinstance(value, NamedArray) else jnp.result_type(value)) < rank(self.x.dtype):
+            fix = "cast the value" if isinstance(value, NamedArray) else "pass such a number, or cast the array"
+            raise TypeMismatch(
+                f"an update must keep the dtype of its array, got {shown(value)} for {typeof(self.x)}, in {self.what}: "
+                f"{fix} with .astype"
+            )
+
     def _values(self, value: NamedArray, names: list[str], axes):
         if extra := [n for n in value.names if n not in names]:
             raise NamesError(
@@ -200,13 +218,6 @@ class _Update:
         sizes = {n: s for i in self.ids for n, s in i.shape.items() if n in self.own}
         sizes |= {n: len(range(v.start, v.stop, v.step)) for n, v in self.slices.items()}
         sizes = {n: sizes.get(n, self.x.shape.get(n)) for n in names}
-        kinds = [jnp.inexact, jnp.integer, jnp.bool_]
-        rank = lambda a: next((i for i, kind in enumerate(kinds) if jnp.issubdtype(a.dtype, kind)), -1)
-        if rank(value) < rank(self.x):
-            raise TypeMismatch(
-                f"an update must keep the dtype of its array, got {typeof(value)} for {typeof(self.x)}, in "
-                f"{self.what}: cast the value with .astype"
-            )
         if wrong := [n for n, s in value.shape.items() if s != sizes[n]]:
             raise NamesError(
                 f"a name must have one size in an operation, got {wrong[0]}={value.shape[wrong[0]]} in "
