@@ -234,6 +234,17 @@ def test_operations_jax_refuses_on_slices_gather_that_one_axis():
             jax.eval_shape(lambda x: x.sort("mlp"), there)
 
 
+def test_the_largest_none_of_slices():
+    x = numbers("batch", "mlp", "embed")
+    with layout():
+        there = tr.shard(x, "compute")
+        for name in ("mlp", "embed"):
+            values, places = tr.named_jit(lambda x, n=name: tr.top_k(x, n, 0, new_name="k"))(there)
+            assert values.shape == places.shape == {n: s for n, s in x.shape.items() if n != name} | {"k": 0}
+            gradient = tr.named_jit(tr.grad(lambda x, n=name: (x + tr.top_k(x, n, 0)[0].sum()).sum()))(there)
+            np.testing.assert_array_equal(gradient, np.ones_like(x.array))
+
+
 @pytest.mark.parametrize("along", ["pos", "embed"])
 def test_a_gradient_of_no_values_that_are_sorted(along):
     values = np.ones((8, 4, 4), np.float32)
