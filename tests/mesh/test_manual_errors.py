@@ -301,6 +301,13 @@ X = ((8, 8), "batch/d embed")
             "the annotation",
         ),
         (
+            same,
+            None,
+            ((7, 8), "batch embed"),
+            "a dimension must be divisible by the mesh axes that slice it, got batch=7 over d=4, in argument `x` of "
+            "`same`: make batch 4 or 8, or slice it over other axes",
+        ),
+        (
             unannotated,
             None,
             X,

@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from trellis._compat import mapped_over
 from trellis.mesh.meshes import MeshError, mesh_text
 from trellis.notation import spec_of
+from trellis.notation.binding import check_divides
 from trellis.notation.shape import is_name
 from trellis.notation.state import mode_of
-from trellis.notation.struct import check_divides
 
 # The layout in force is part of what JAX keys its traces by: a function that was traced under one layout is traced
 # again under another, by `jit`, `checkpoint`, `cond`, `scan` and every other transformation.

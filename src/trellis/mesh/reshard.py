@@ -16,8 +16,8 @@ from trellis.mesh.manual.reshard import manual_reshard
 from trellis.mesh.meshes import mesh_text, same_mesh
 from trellis.mesh.route import route
 from trellis.notation import Dim, NotationError, Shape, parse_transition, spec_of
+from trellis.notation.binding import check_divides
 from trellis.notation.state import State, state_of
-from trellis.notation.struct import check_divides
 from trellis.notation.transition import kind_of
 
 

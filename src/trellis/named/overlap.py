@@ -28,8 +28,8 @@ from trellis.named.pair import Pair
 from trellis.named.placing import Assignment, bring, missing_axes, move
 from trellis.named.saving import PRODUCT
 from trellis.notation import Dim, Shape
+from trellis.notation.binding import check_divides
 from trellis.notation.state import State, mesh_of, state_of
-from trellis.notation.struct import check_divides
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,8 +30,8 @@ from trellis.named.array import NamedArray, asking, notice
 from trellis.named.axis import NamesError
 from trellis.named.operand import on_mesh, refuse_dealt, types_of
 from trellis.notation import Shape, spec_of, typeof
+from trellis.notation.binding import check_divides
 from trellis.notation.state import sharding_on, state_of
-from trellis.notation.struct import check_divides
 
 Assignment = dict[str, tuple[str, ...]]
 

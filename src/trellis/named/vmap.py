@@ -35,8 +35,8 @@ from trellis.named.mapped import (
 from trellis.named.operand import types_of
 from trellis.named.placing import mapped_name
 from trellis.notation import spec_of
+from trellis.notation.binding import check_divides
 from trellis.notation.state import mode_of, sharding_on, state_of
-from trellis.notation.struct import check_divides
 from trellis.notation.typeof import is_array
 
 Axes = tuple[str, ...]

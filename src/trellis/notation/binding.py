@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -100,6 +100,22 @@ def real_axes(shape: Shape, mesh) -> Shape:
     return _only(shape, lambda axis: sizes.get(axis, 1) > 1)
 
 
+def check_divides(name, size: int, axes, mesh_shape: Mapping[str, int], place: str) -> None:
+    """Refuses a dimension that its mesh axes do not divide.
+
+    Raises:
+        NotationError: with both sizes, and the nearest sizes that work.
+    """
+    parts = math.prod(mesh_shape[axis] for axis in axes)
+    if size % parts:
+        below, above = size // parts * parts, -(-size // parts) * parts
+        near = f"{below} or {above}" if below else f"{above}"
+        raise NotationError(
+            f"a dimension must be divisible by the mesh axes that slice it, got {name}={size} over "
+            f"{'/'.join(axes)}={parts}, in {place}: make {name} {near}, or slice it over other axes"
+        )
+
+
 def whole_sizes(shape: Shape, array, place: str) -> tuple[int, ...]:
     """The sizes of the whole array, of which `array` may be one device's slice.
 
@@ -167,6 +183,7 @@ def check_array(x, kind: ArrayType, place: str, bindings: Bindings, *, strict: b
     if strict or kind.shape.mesh_axes or kind.shape.pending or kind.shape.copied:
         held = held_shape(kind.shape, x)
         if held is not None and not _agrees(wanted := real_axes(kind.shape, mesh_of(array)), held, array):
+            _check_even(wanted, array, place)
             _mismatch(x, kind, wanted, held, place)
 
 
@@ -236,6 +253,17 @@ def _only(shape: Shape, kept: Callable[[str], bool]) -> Shape:
     keep = lambda axes: tuple(filter(kept, axes))
     dims = tuple(Dim(dim.name, keep(dim.axes)) for dim in shape.dims)
     return Shape(dims, keep(shape.pending), keep(shape.copied), shape.ellipsis)
+
+
+def _check_even(wanted: Shape, array, place: str) -> None:
+    """Refuses an annotation that no move makes true.
+
+    Raises:
+        NotationError: a mesh axis does not divide its dimension.
+    """
+    if state_of(array).mode == "explicit" and wanted.dims:
+        for dim, size in zip(wanted.dims, array.shape[-len(wanted.dims) :], strict=True):
+            check_divides(dim.name, size, dim.axes, mesh_of(array).shape, place)
 
 
 def _mismatch(x, kind: ArrayType, wanted: Shape, held: Shape, place: str):

@@ -1,7 +1,6 @@
 """Dataclasses of annotated arrays that know their abstract tree: dtypes, names and shardings, with no device."""
 
 import dataclasses
-import math
 import typing
 from collections.abc import Mapping
 
@@ -9,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from trellis.notation.annotation import ArrayType, DType, StackType, alternatives, array_types, class_of, fields_of
-from trellis.notation.binding import real_axes
+from trellis.notation.binding import check_divides, real_axes
 from trellis.notation.shape import NotationError, Shape, spec_of
 
 
@@ -97,22 +96,6 @@ def struct_specs(cls, mesh=None, **static):
 def struct_types(cls, **static):
     """The same tree with each array's annotated type (`ArrayType`) as its leaf."""
     return _build(cls, lambda kind, place: kind, (), _name(cls), static)
-
-
-def check_divides(name, size: int, axes, mesh_shape: Mapping[str, int], place: str) -> None:
-    """Refuses a dimension that its mesh axes do not divide.
-
-    Raises:
-        NotationError: with both sizes, and the nearest sizes that work.
-    """
-    parts = math.prod(mesh_shape[axis] for axis in axes)
-    if size % parts:
-        below, above = size // parts * parts, -(-size // parts) * parts
-        near = f"{below} or {above}" if below else f"{above}"
-        raise NotationError(
-            f"a dimension must be divisible by the mesh axes that slice it, got {name}={size} over "
-            f"{'/'.join(axes)}={parts}, in {place}: make {name} {near}, or slice it over other axes"
-        )
 
 
 def _build(hint, leaf, prefix: tuple, place: str, static: Mapping):

@@ -8,9 +8,8 @@ from trellis.mesh.manual import ops
 from trellis.mesh.manual.refusals import settled
 from trellis.mesh.manual.single import single_axes, typed_as
 from trellis.notation import Shape, TypeMismatch, typeof
-from trellis.notation.binding import bind_shape, left_axes, live, partly_manual, real_axes
+from trellis.notation.binding import bind_shape, check_divides, left_axes, live, partly_manual, real_axes
 from trellis.notation.state import state_of
-from trellis.notation.struct import check_divides
 from trellis.notation.transition import Step, plan
 
 

@@ -34,10 +34,9 @@ from trellis.notation import (
     typeof,
 )
 from trellis.notation.annotation import DType, array_types, hint_text, hints_of
-from trellis.notation.binding import bind_shape, binding, check_array, held_shape, manual_axes, real_axes
+from trellis.notation.binding import bind_shape, binding, check_array, check_divides, held_shape, manual_axes, real_axes
 from trellis.notation.checked import Leaf, is_typed_leaf, typed_leaves
 from trellis.notation.state import axes_in, mesh_of, mode_of, state_of
-from trellis.notation.struct import check_divides
 from trellis.notation.typeof import is_array, is_named
 from trellis.program.reading import Program
 from trellis.program.trace import equations_of
