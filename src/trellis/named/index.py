@@ -163,7 +163,7 @@ def take_along(x: NamedArray, name: Name, ids) -> NamedArray:
     Names that both have are aligned, as in `jnp.take_along_axis`: with `x` of `"batch vocab"` and `ids` of `"batch k"`,
     `take_along(x, "vocab", ids)` is `"batch k"`, from each batch's own row.
 
-    Names: those of `ids`, and those of `x` that they lack.
+    Names: those of `x` in order, with those that only `ids` have in the place of the name.
     Gradient: values are added where they were read; an all-gather where the name is sliced.
     Moves: where the name is sliced, an all-gather of positions, and a reduce-scatter of values.
 
