@@ -52,9 +52,20 @@ def drawn(rows, columns, sizes, biased, dtype=jnp.float32):
     for x in made:
         x[sum(sizes) :] = np.nan
     biases = [random.standard_normal((len(sizes), columns), np.float32) for _ in range(2 * biased)]
-    counted = jnp.asarray(random.standard_normal(rows, np.float32))
-    gated, upped, d = (jnp.asarray(x, dtype) for x in made)
-    return (gated, upped, counted, tuple(jnp.asarray(b, dtype) for b in biases)), d
+    counted = random.standard_normal(rows, np.float32)
+    gated, upped, d = (x.astype(dtype) for x in made)
+    return (gated, upped, counted, tuple(b.astype(dtype) for b in biases)), d
+
+
+def both(fn, given, sizes, d):
+    """What a function of operands and sizes makes, and the operands' gradients, by one program, on the host."""
+
+    @jax.jit
+    def run(given, groups, d):
+        out, pull = jax.vjp(lambda *a: fn(*a, groups), *given)
+        return out, pull(d)
+
+    return jax.device_get(run(given, np.array(sizes, np.int32), d))
 
 
 @pytest.mark.slow
@@ -63,13 +74,14 @@ def drawn(rows, columns, sizes, biased, dtype=jnp.float32):
 def test_values_and_gradients_are_those_of_the_definition(gate, biased):
     for rows, columns, sizes in LOADS:
         given, d = drawn(rows, columns, sizes, biased)
-        groups, there = jnp.array(sizes), sum(sizes)
-        out, pull = jax.vjp(lambda *a: activate(*a, groups, GATES[gate], True), *given)  # noqa: B023
+        there = sum(sizes)
+        out, (*got, of_biases) = both(lambda *a: activate(*a, GATES[gate], True), given, sizes, d)
         *whole, biases = given
-        plain = [jnp.nan_to_num(x) for x in whole]
-        wanted, wanted_pull = jax.vjp(lambda *a: defined(*a, groups, GATES[gate]), *plain, biases)  # noqa: B023
+        plain = [np.nan_to_num(x) for x in whole]
+        wanted, (*meant, meant_biases) = both(
+            lambda *a: defined(*a, GATES[gate]), (*plain, biases), sizes, np.nan_to_num(d)
+        )
         np.testing.assert_allclose(out[:there], wanted[:there], rtol=2e-5, atol=2e-5)
-        (*got, of_biases), (*meant, meant_biases) = pull(d), wanted_pull(jnp.nan_to_num(d))
         for a, b in zip(got, meant, strict=True):
             scale = np.abs(b).max(initial=1.0)
             np.testing.assert_allclose(a[:there], b[:there], rtol=1e-4, atol=1e-5 * scale)
@@ -82,21 +94,22 @@ def test_values_and_gradients_are_those_of_the_definition(gate, biased):
 def test_the_last_product_s_backward_pass_makes_its_operand_again(gate):
     rows, columns, sizes = 300, 40, (100, 0, 120, 7)
     (*whole, biases), _ = drawn(rows, columns, sizes, biased=True)
-    groups, there = jnp.array(sizes), sum(sizes)
+    there = sum(sizes)
     random = np.random.default_rng(1)
-    weights = jnp.asarray(random.standard_normal((len(sizes), columns, 24), np.float32))
-    d = jnp.asarray(random.standard_normal((rows, 24), np.float32)).at[there:].set(jnp.nan)
+    weights = random.standard_normal((len(sizes), columns, 24), np.float32)
+    d = random.standard_normal((rows, 24), np.float32)
+    d[there:] = np.nan
 
-    def by_definition(gated, upped, counted, biases, weights):
+    def by_definition(gated, upped, counted, biases, weights, groups):
         operand = defined(gated, upped, counted, biases, groups, GATES[gate])
         group = jnp.searchsorted(jnp.cumsum(groups), jnp.arange(rows), side="right")
         return jnp.einsum("ri,rio->ro", operand, weights[jnp.minimum(group, len(sizes) - 1)])
 
-    out, pull = jax.vjp(lambda *a: activated_product(*a, groups, GATES[gate], True), *whole, biases, weights)
-    plain = [jnp.nan_to_num(x) for x in whole]
-    wanted, wanted_pull = jax.vjp(by_definition, *plain, biases, weights)
+    given = *whole, biases, weights
+    out, got = both(lambda *a: activated_product(*a, GATES[gate], True), given, sizes, d)
+    plain = [np.nan_to_num(x) for x in whole]
+    wanted, meant = both(by_definition, (*plain, biases, weights), sizes, np.nan_to_num(d))
     np.testing.assert_allclose(out[:there], wanted[:there], rtol=1e-4, atol=1e-4)
-    got, meant = pull(d), wanted_pull(jnp.nan_to_num(d))
     for a, b in zip(got[:3], meant[:3], strict=True):
         np.testing.assert_allclose(a[:there], b[:there], rtol=1e-3, atol=1e-3)
     for a, b in zip(jax.tree.leaves(got[3:]), jax.tree.leaves(meant[3:]), strict=True):
@@ -105,13 +118,13 @@ def test_the_last_product_s_backward_pass_makes_its_operand_again(gate):
 
 def test_rows_of_bfloat16_are_rounded_once():
     given, d = drawn(100, 128, (60, 30), biased=True, dtype=jnp.bfloat16)
-    groups = jnp.array([60, 30])
-    out, pull = jax.vjp(lambda *a: activate(*a, groups, None, True), *given)
-    wide = [jnp.nan_to_num(x.astype(jnp.float32)) for x in given[:3]]
-    biases = tuple(b.astype(jnp.float32) for b in given[3])
-    wanted, wanted_pull = jax.vjp(lambda *a: defined(*a, groups, None), *wide, biases)
+    out, got = both(lambda *a: activate(*a, None, True), given, (60, 30), d)
+    wide = [np.nan_to_num(x.astype(np.float32)) for x in given[:3]]
+    biases = tuple(b.astype(np.float32) for b in given[3])
+    wide_d = np.nan_to_num(d.astype(np.float32))
+    wanted, meant = both(lambda *a: defined(*a, None), (*wide, biases), (60, 30), wide_d)
     np.testing.assert_array_equal(out[:90], wanted[:90].astype(jnp.bfloat16))
-    for a, b in zip(pull(d)[:2], wanted_pull(jnp.nan_to_num(d.astype(jnp.float32)))[:2], strict=True):
+    for a, b in zip(got[:2], meant[:2], strict=True):
         differs = np.asarray(a[:90] != b[:90].astype(jnp.bfloat16))  # by how a sum of three is ordered
         assert differs.mean() < 1e-2
 
