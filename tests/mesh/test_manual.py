@@ -74,7 +74,7 @@ def test_the_published_fully_sharded_example():
     def whole(w):
         return jnp.sum((jax.nn.relu(jax.nn.relu(h @ w.w1) @ w.w2) @ w.w3) ** 2)
 
-    want, want_gradient = jax.value_and_grad(whole)(jax.tree.map(jnp.asarray, v))
+    want, want_gradient = jax.jit(jax.value_and_grad(whole))(jax.tree.map(jnp.asarray, v))
     np.testing.assert_allclose(value, want, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradient, want_gradient)
 
@@ -124,7 +124,7 @@ def test_a_scanned_checkpointed_network_and_its_gradient(mesh):
         return jnp.sum(x @ net.head) ** 2
 
     whole_arrays = jax.tree.map(jnp.asarray, jax.device_get((net, x)))
-    want_value, want = jax.value_and_grad(whole, argnums=(0, 1))(*whole_arrays)
+    want_value, want = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(*whole_arrays)
     np.testing.assert_allclose(value, want_value, rtol=1e-3)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4), got, want)
 
@@ -143,7 +143,7 @@ def test_a_gradient_taken_inside_is_summed_over_the_devices(mesh):
         x, w = put(mesh, (8, 4), "batch/d embed"), put(mesh, (4,), "embed", 1)
         loss, gradient = loss_and_gradient(x, w)
     x, w = jax.device_get((x, w))
-    want = jax.value_and_grad(lambda w: jnp.sum((x @ w) ** 2))(jnp.asarray(w))
+    want = jax.jit(jax.value_and_grad(lambda w: jnp.sum((x @ w) ** 2)))(jnp.asarray(w))
     np.testing.assert_allclose(loss, want[0], rtol=1e-5)
     np.testing.assert_allclose(gradient, want[1], rtol=1e-4)
 
@@ -346,7 +346,9 @@ def test_collectives_of_jaxs_own_along_an_axis_of_one_device(size):
     with jax.set_mesh(mesh := make_mesh(jax.devices()[: 2 * size], d=2, r=size)):
         arrays = put(mesh, (4, 4), "batch/r in/d"), put(mesh, (2, 4, 3), "layers in/d out", 1)
         got = jax.jit(jax.value_and_grad(lambda *arrays: jnp.cos(program(*arrays)).sum(), argnums=(0, 1)))(*arrays)
-    want = jax.value_and_grad(lambda *arrays: jnp.cos(whole(*arrays)).sum(), argnums=(0, 1))(*jax.device_get(arrays))
+    want = jax.jit(jax.value_and_grad(lambda *arrays: jnp.cos(whole(*arrays)).sum(), argnums=(0, 1)))(
+        *jax.device_get(arrays)
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), got, want)
 
 
@@ -424,7 +426,7 @@ def test_axes_left_to_an_explicit_program(mesh, program, axes):
         return jnp.sum((jnp.tanh(x @ up) @ down) ** 2)
 
     arrays = tuple(map(jnp.asarray, jax.device_get((x, up, down))))
-    want_value, want = jax.value_and_grad(whole, argnums=(0, 1, 2))(*arrays)
+    want_value, want = jax.jit(jax.value_and_grad(whole, argnums=(0, 1, 2)))(*arrays)
     np.testing.assert_allclose(value, want_value, rtol=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), got, want)
 

@@ -193,7 +193,7 @@ def test_ranges_begin_and_end_at_numbers_of_the_program():
     steps = lambda x: tr.arange(axis, step=x.min(), dtype=jnp.float32)
     ours = lambda x: tr.linspace(axis, start=x.mean(), stop=x.max()) * steps(x) * x
     plain = lambda x: jnp.linspace(x.mean(), x.max(), 8) * jnp.arange(8.0) * x.min() * x
-    expected = jax.grad(lambda x: jnp.sin(plain(x)).sum())(x)
+    expected = jax.jit(jax.grad(lambda x: jnp.sin(plain(x)).sum()))(x)
     np.testing.assert_allclose(tr.grad(lambda x: tr.sin(ours(x)).sum())(tr.named(x, axis)), expected, rtol=1e-5)
     with tr.Layout(tr.make_mesh(data=8), compute={"embed": "data"}):
         sliced = tr.shard(tr.named(x, axis), "compute")
@@ -232,7 +232,7 @@ NUMBERS = {
 def test_a_number_beside_an_array_may_be_named_and_has_a_gradient(operation):
     number, x = tr.named(jnp.float32(0.7), ""), tr.named(jax.random.normal(jax.random.key(0), (8, 6)), "batch embed")
     value_of = lambda number: (operation(number, x) ** 2.0).sum()
-    expected = jax.value_and_grad(lambda number: (operation(number, x).array ** 2).sum())(number.array)
+    expected = jax.jit(jax.value_and_grad(lambda number: (operation(number, x).array ** 2).sum()))(number.array)
     with tr.Layout(tr.make_mesh(data=4, model=2), compute={"batch": "data", "embed": "model"}):
         found = tr.named_jit(tr.value_and_grad(value_of))(number)
     for sliced, plain in zip(found, expected, strict=True):

@@ -121,7 +121,7 @@ def test_a_branch_over_slices_reads_a_parameter_that_is_an_argument():
     one = lambda row, w: tr.cond(row.sum() > 0, lambda row: (row * w).sum(), lambda row: row.sum(), row)
     rng = np.random.default_rng(0)
     rows, w = (tr.named(rng.normal(size=s).astype(np.float32), n) for s, n in (((8, 8), "batch embed"), (8, "embed")))
-    wanted = tr.vmap(one, "batch")(rows, w)
+    wanted = jax.jit(tr.vmap(one, "batch"))(rows, w)
     with tr.Layout(tr.make_mesh(data=8), params={"embed": "data"}, compute={"batch": "data"}):
         w = tr.shard(w)
         found = tr.named_jit(tr.vmap(one, "batch"))(rows, w)

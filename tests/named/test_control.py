@@ -152,7 +152,7 @@ def test_a_loop_written_out_stacks_nothing_but_the_gradients_of_its_parameters()
 )
 def test_policies_keep_what_they_name(layers, policy, kept, capsys):
     x = numbers(batch=2, embed=4)
-    plain = jax.grad(lambda one: (one.fold(x, 0.5) ** 2.0).sum().array)(layers[1])
+    plain = jax.jit(jax.grad(lambda one: (one.fold(x, 0.5) ** 2.0).sum().array))(layers[1])
 
     def loss(one):
         return (one.fold(x, 0.5, policy=policy) ** 2.0).sum().array

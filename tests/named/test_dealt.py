@@ -93,7 +93,7 @@ def test_values_that_leave_for_the_host_are_in_natural_order(layout):
 def test_it_is_right(layout, kind, jit):
     fn = tr.named_jit(RIGHT[kind]) if jit else RIGHT[kind]
     x = tr.shard(tr.named(X, "batch pos embed"), "compute")
-    wanted = RIGHT[kind](x).transpose("batch pos embed")
+    wanted = tr.named_jit(RIGHT[kind])(x).transpose("batch pos embed")
     with layout.with_dealt(("c",)):
         found = fn(deal(x)).transpose("batch pos embed")
     np.testing.assert_allclose(undeal(np.asarray(found.array), 4, 1), wanted.array, rtol=1e-6)

@@ -40,7 +40,7 @@ def test_a_loss_per_example(layout, kind):
     """The batch is sharded under each second layout in one mode, and under the others in the other."""
     batch = "sharded" if (list(LAYOUTS).index(layout) % 2 == 0) == (kind == "explicit") else "numpy"
     each, total = np.sum(np.tanh(X @ W) ** 2, 1), lambda w: (jnp.tanh(X @ w) ** 2).sum()
-    expected = jax.grad(total)(W)
+    expected = jax.jit(jax.grad(total))(W)
     with tr.Layout(tr.make_mesh(data=4, model=2, axis_type=kind), **LAYOUTS[layout]):
         w, x = tr.shard(tr.named(jnp.asarray(W), "e o")), tr.named(X, "b e")
         x = tr.shard(x, "compute") if batch == "sharded" else x
@@ -131,7 +131,7 @@ def test_over_a_whole_name_of_what_jax_does_not_map_with_copies(what, compute):
     x, ids = np.linspace(-1, 1, 96, dtype=np.float32).reshape(3, 4, 8), np.arange(12, dtype=np.int32).reshape(3, 4) % 8
     x, ids = tr.named(x, "b pos e"), tr.named(ids, "b pos")
     each = lambda w: tr.vmap(lambda x, ids: tr.grad(lambda w: OF_SLICES[what](w, x, ids))(w), "b")(x, ids)
-    expected = each(TABLE)
+    expected = jax.jit(each)(TABLE)
     with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), params={"v": "data"}, compute=compute):
         found = tr.named_jit(each)(tr.shard(TABLE))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
@@ -176,7 +176,7 @@ def test_keys_for_each_example(layout):
 
         return tr.vmap(one, "b")(keys, tr.named(X, "b e"))
 
-    expected = draw()
+    expected = jax.jit(draw)()
     here = contextlib.nullcontext()
     if layout is not None:
         here = tr.Layout(tr.make_mesh(data=4, model=2), **LAYOUTS[layout])
@@ -204,7 +204,7 @@ def test_a_loop_that_ends_otherwise_for_each_row():
     more = lambda x: (x**2).sum().array > 0.6
     alone = lambda x: jax.lax.while_loop(more, lambda x: x * 0.9, x)
     counted = lambda x: jax.lax.while_loop(lambda c: more(c[1]), lambda c: (c[0] + 1, c[1] * 0.9), (jnp.int32(0), x))[1]
-    expected = tr.vmap(counted, "b")(tr.named(X, "b e"))
+    expected = jax.jit(tr.vmap(counted, "b"))(tr.named(X, "b e"))
     with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):
         np.testing.assert_allclose(tr.named_jit(tr.vmap(alone, "b"))(tr.from_numpy(X, "b e")), expected, rtol=1e-6)
         with pytest.raises(MeshError, match="a while_loop over slices that carries something else too") as error:
@@ -288,7 +288,7 @@ def test_updates_have_gradients(what, compute):
         made = tr.vmap(UPDATES[what], "b")(x, ids)
         return (made**2 * tr.arange(tr.Axis("e", 16), dtype="float32")).sum()
 
-    expected = tr.grad(loss)(tr.named(given, "b e o"), ids)
+    expected = jax.jit(tr.grad(loss))(tr.named(given, "b e o"), ids)
     with tr.Layout(tr.make_mesh(data=4, model=2), compute=compute):
         x = tr.from_numpy(given, "b e o")
         np.testing.assert_allclose(tr.named_jit(tr.grad(loss))(x, ids), expected, rtol=1e-5, atol=1e-5)
@@ -331,7 +331,7 @@ def test_steps_of_parameters_for_each_example():
     argument = lambda w, x: tr.vmap(stepped, "b")(w, x).sum()
     around = lambda w, x: tr.vmap(lambda row: stepped(w, row), "b")(x).sum()
     w = tr.named(np.linspace(-1, 1, X.shape[1] * 2, dtype=np.float32).reshape(-1, 2), "e h")
-    expected = tr.grad(argument)(w, tr.named(X, "b e"))
+    expected = jax.jit(tr.grad(argument))(w, tr.named(X, "b e"))
     with tr.Layout(tr.make_mesh(data=8), params={"e": "data"}, compute={"b": "data"}):
         w, x = tr.shard(w), tr.named(X, "b e")
         np.testing.assert_allclose(tr.grad(argument)(w, x), expected, rtol=1e-4)
@@ -438,7 +438,7 @@ def test_the_gradient_of_what_an_update_reads_from_outside_is_summed_on_each_dev
     loss = lambda t, ids: tr.sin(each(t, ids)).sum()
     table, ids = tr.random.normal(jax.random.key(0), {"v": 6, "e": 4}), tr.arange(tr.Axis("p", 4))
     ids = tr.broadcast_to(ids, {"b": 12, "p": 4})
-    expected = tr.grad(loss)(table, ids)
+    expected = jax.jit(tr.grad(loss))(table, ids)
     with layout:
         placed = tr.shard(table), tr.shard(ids, "compute")
         step = tr.named_jit(tr.grad(loss))
