@@ -233,6 +233,15 @@ def test_a_file_replaces_parts_and_options_replace_both():
             ],
         ),
         (
+            {"data.source": "{kind: store, path: stores/a}", "data.source.validation": ""},
+            [
+                "The path of a token store cannot be empty.",
+                "validation=''",
+                "--data.source.validation",
+                "name a token store, or use null for none",
+            ],
+        ),
+        (
             {"optimizer": "muon", "optimizer.update_rms": "-1"},
             ["The size of an update must be positive.", "update_rms=-1.0", "--optimizer.update_rms", "use 0.2"],
         ),

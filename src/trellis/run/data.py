@@ -24,6 +24,14 @@ class EmbeddedSource:
         check_bpe_size(self.vocab, "vocab")
 
 
+def _check_paths(**paths: str | None) -> None:
+    """Refuses paths, given by name, that are empty. None is not a path."""
+    for name, path in paths.items():
+        if path == "":
+            fix = "name a token store" + (", or use null for none" if name == "validation" else "")
+            raise UserError("The path of a token store cannot be empty.", seen=f"{name}=''", where=name, fix=fix)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSource:
     """A token store, written by `trellis tokenize`."""
@@ -36,6 +44,7 @@ class StoreSource:
 
     def __post_init__(self):
         check_choices(self)
+        _check_paths(path=self.path, validation=self.validation)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +80,7 @@ class MixturePart:
 
     def __post_init__(self):
         check_choices(self)
+        _check_paths(path=self.path, validation=self.validation)
         if isinstance(self.weight, int | float):
             at_least(0, weight=self.weight)
         elif not self.weight or [w.step for w in self.weight] != sorted({0, *(w.step for w in self.weight)}):
