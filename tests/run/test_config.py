@@ -164,7 +164,7 @@ def change(**fields):
                 "Every mixture weight must start before the run ends.",
                 "a weight of a from step 20 on, steps=20",
                 "data.source.parts",
-                "use --steps 21 or more, or leave that weight out",
+                "use --steps 21 or more, with --until 20 to pause there, or leave that weight out of a new run",
             ],
         ),
         (
@@ -173,7 +173,7 @@ def change(**fields):
                 "Every batch size must start before the run ends.",
                 "a size from step 20 on, steps=20",
                 "batch_size",
-                "use --steps 21 or more, or leave that size out",
+                "use --steps 21 or more, with --until 20 to pause there, or leave that size out of a new run",
             ],
         ),
         (

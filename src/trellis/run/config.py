@@ -386,7 +386,8 @@ class Run:
                 "Every batch size must start before the run ends.",
                 seen=f"a size from step {starts[-1]} on, steps={self.steps}",
                 where="batch_size",
-                fix=f"use --steps {starts[-1] + 1} or more, or leave that size out",
+                fix=f"use --steps {starts[-1] + 1} or more, with --until {self.steps} to pause there, or leave that "
+                "size out of a new run",
             )
         parts = self.parts
         for size in (b.size for b in sizes):
@@ -408,7 +409,8 @@ class Run:
                     "Every mixture weight must start before the run ends.",
                     seen=f"a weight of {part.name} from step {last} on, steps={self.steps}",
                     where="data.source.parts",
-                    fix=f"use --steps {last + 1} or more, or leave that weight out",
+                    fix=f"use --steps {last + 1} or more, with --until {self.steps} to pause there, or leave that "
+                    "weight out of a new run",
                 )
 
     def _check_schedule(self) -> None:

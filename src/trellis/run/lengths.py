@@ -99,7 +99,8 @@ def _check(run: "Run") -> None:
             "Lengths must be listed in order of their first steps, which must be before the run ends.",
             seen=f"steps {', '.join(map(str, starts))} of {run.steps}",
             where="lengths",
-            fix="write [{step: 1000, length: 4096}, {step: 2000, length: 32768}], and set --steps past the last",
+            fix="write [{step: 1000, length: 4096}, {step: 2000, length: 32768}], and set --steps past the last; "
+            "--until pauses a run earlier",
         )
     lengths = [run.data.sequence_length, *(entry.length for entry in run.lengths)]
     if odd := [n for n in lengths if max(lengths) % n]:
