@@ -263,6 +263,7 @@ BAD_LINES = [
     ("broken JSON", b'{"text": "a"', "not JSON: Expecting ',' delimiter: line 1 column 13 (char 12)"),
     ("missing field", b'{"body": "a"}', "no field 'text' among 'body'"),
     ("field of another type", b'{"text": 7}', "field 'text' is int, not a string"),
+    ("null", b'{"text": null}', "field 'text' is null, not a string"),
     ("not an object", b"[1]", "not an object: '[1]'"),
     ("invalid UTF-8", b'{"text": "a\xff"}', "not UTF-8: byte 0xff at 11"),
     ("half a surrogate pair", b'{"text": "\\ud800"}', "not UTF-8: half of a surrogate pair"),

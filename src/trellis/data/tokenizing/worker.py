@@ -141,7 +141,8 @@ class Encoder:
         if self._job.chat:
             return value, check_messages(value, holder)
         if not isinstance(value, str):
-            return None, f"field {self._job.field!r} is {type(value).__name__}, not a string"
+            kind = "null" if value is None else type(value).__name__
+            return None, f"field {self._job.field!r} is {kind}, not a string"
         return (value, None) if is_utf8(value) else (None, "not UTF-8: half of a surrogate pair")
 
     def _keys(self, record):
