@@ -27,13 +27,16 @@ MESH = tr.make_mesh(x=8)
 # `rest` lies in slices of `b` and is gathered; under `FREE` a mesh axis that a sum frees slices `b`.
 LAYOUT = tr.Layout(MESH, params={"b": "x"}, compute={"a": "x"})
 FREE = tr.Layout(MESH, params={"b": "x"}, compute={"a": "x", "b": "x"})
+# Made by NumPy: JAX would compile what makes each of them, in every process that collects tests.
+ones = lambda sizes: tr.named(np.ones([*sizes.values()], np.float32), [*sizes])
+zeros = lambda sizes: tr.named(np.zeros([*sizes.values()], np.int32), [*sizes])
 with LAYOUT:
-    X = tr.shard(tr.random.normal(jax.random.key(0), {"a": 8, "b": 8}), "compute")  # a/x b
-    Y = tr.shard(tr.ones({"a": 8, "c": 8}), "compute")  # a/x c
-    REST, WEIGHT = tr.shard((tr.ones({"b": 8}), tr.ones({"b": 8, "c": 8})))  # b/x and b/x c
-    WHOLE = tr.shard(tr.ones({"b": 8}), "compute")
+    X = tr.shard(tr.named(np.random.default_rng(0).standard_normal((8, 8), np.float32), "a b"), "compute")  # a/x b
+    Y = tr.shard(ones({"a": 8, "c": 8}), "compute")  # a/x c
+    REST, WEIGHT = tr.shard((ones({"b": 8}), ones({"b": 8, "c": 8})))  # b/x and b/x c
+    WHOLE = tr.shard(ones({"b": 8}), "compute")
     PENDING = tr.dot(X, Y, over="a", settle=False)  # b c +x
-    IDS = tr.shard(tr.zeros({"a": 8}, jnp.int32), "compute")
+    IDS = tr.shard(zeros({"a": 8}), "compute")
 KEY = jax.random.key(0)
 
 DATA = tr.Layout(MESH, params={"embed": "x"}, compute={"batch": "x"})
@@ -41,14 +44,14 @@ TENSOR = tr.Layout(MESH, params={"vocab": "x"}, compute={"heads": "x", "kv_heads
 CONTEXT = tr.Layout(MESH, compute={"pos": "x"})
 CHANNELS = tr.Layout(MESH, params={"embed": "x"}, compute={"embed": "x"})
 with DATA:
-    H = tr.shard(tr.ones({"batch": 8, "pos": 16, "embed": 8}), "compute")
-    Q, LAST = (tr.shard(tr.ones({"batch": 8, "pos": n, "heads": 8, "head_dim": 8}), "compute") for n in (16, 1))
+    H = tr.shard(ones({"batch": 8, "pos": 16, "embed": 8}), "compute")
+    Q, LAST = (tr.shard(ones({"batch": 8, "pos": n, "heads": 8, "head_dim": 8}), "compute") for n in (16, 1))
     K = Q.rename(pos="key_pos", heads="kv_heads")
     TABLE, TARGETS = (
-        tr.shard(tr.ones({"vocab": 16, "embed": 8})),
-        tr.shard(tr.zeros({"batch": 8, "pos": 16}, jnp.int32)),
+        tr.shard(ones({"vocab": 16, "embed": 8})),
+        tr.shard(zeros({"batch": 8, "pos": 16})),
     )
-    LOGITS = tr.shard(tr.ones({"batch": 8, "pos": 16, "vocab": 16}), "compute")
+    LOGITS = tr.shard(ones({"batch": 8, "pos": 16, "vocab": 16}), "compute")
     ROPE = nn.rotary_tables(tr.arange(Q.axis("pos")), Q.axis("head_dim"), 1e4)
 with TENSOR:
     H_T, Q_T, LAST_T, K_T, TABLE_T, LOGITS_T = tr.shard(jax.device_get((H, Q, LAST, K, TABLE, LOGITS)), "compute")
