@@ -116,7 +116,7 @@ def test_gradients_of_a_users_module_on_a_layout():
             return tr.tanh(x * self.w) + self.w
 
     w, x = drawn(4), drawn(8, 4, seed=1)
-    expected = jax.grad(lambda w: ((jnp.tanh(jnp.asarray(x) * w[None]) + w[None]) ** 2).sum())(jnp.asarray(w))
+    expected = jax.jit(jax.grad(lambda w: ((jnp.tanh(jnp.asarray(x) * w[None]) + w[None]) ** 2).sum()))(jnp.asarray(w))
     with tr.Layout(tr.make_mesh(data=4, model=2), params={"embed": "data"}, compute={"batch": "data"}):
         own = Own(tr.shard(tr.named(w, "embed")))
         placed = tr.shard(tr.named(x, "batch embed"), "compute")
@@ -261,7 +261,7 @@ def test_a_pipeline_of_layers_whose_name_stands_anywhere_or_nowhere(compute):
         args = tr.shard((tr.named(w, "embed layers"), tr.named(bias, "embed"), tr.named(x, "batch embed")), "compute")
         gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*args)
     with jax.numpy_rank_promotion("allow"):
-        expected = jax.grad(plain, argnums=(0, 1, 2))(w, bias, x)
+        expected = jax.jit(jax.grad(plain, argnums=(0, 1, 2)))(w, bias, x)
     for gradient, wanted in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-6)
 
@@ -292,7 +292,7 @@ def test_a_loop_whose_turns_hold_several_bodies_and_whose_gradient_stacks_pendin
         named = tr.named(x, "embed mlp"), tr.named(rows, "layers mlp"), tr.named(w, "vocab embed")
         gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*tr.shard(named, "compute"))
     with jax.numpy_rank_promotion("allow"):
-        expected = jax.grad(plain, argnums=(0, 1, 2))(x, rows, w)
+        expected = jax.jit(jax.grad(plain, argnums=(0, 1, 2)))(x, rows, w)
     for gradient, wanted in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-5)
 
@@ -301,7 +301,7 @@ def test_the_gradient_of_cumulative_products_of_slices_in_auto_mode():
     """On slices XLA ends it in an error of its own."""
     x = drawn(4, 2)
     loss = lambda x: (x.cumprod("heads") ** 2).sum().array
-    expected = jax.grad(lambda x: (jnp.cumprod(x, axis=1) ** 2).sum())(jnp.asarray(x))
+    expected = jax.jit(jax.grad(lambda x: (jnp.cumprod(x, axis=1) ** 2).sum()))(jnp.asarray(x))
     with tr.Layout(
         tr.make_mesh(axis_type="auto", model=2, replica=2, expert=2), params={"heads": "expert"}, compute={}
     ):
@@ -378,7 +378,7 @@ def test_the_gradient_of_values_in_order_in_a_map_over_slices_and_of_whole_numbe
     loss = lambda x, weights: (
         ((tr.vmap(lambda row: tr.sort(row, "pos", descending=True), "embed")(x) * weights) ** 2).sum().array
     )
-    expected = jax.grad(lambda x: ((-jnp.sort(-x, axis=0) * weights[:, None]) ** 2).sum())(x)
+    expected = jax.jit(jax.grad(lambda x: ((-jnp.sort(-x, axis=0) * weights[:, None]) ** 2).sum()))(x)
     with tr.Layout(tr.make_mesh(data=2, model=4), compute={"embed": "data"}):
         args = tr.shard((tr.named(x, "pos embed"), tr.named(weights, "pos")), "compute")
         np.testing.assert_allclose(jax.grad(jax.jit(loss))(*args).array, expected, rtol=1e-5)
@@ -403,7 +403,7 @@ def test_a_second_derivative_of_a_cumulative_product_is_compiled_over_slices_in_
         return (made * made).sum().array
 
     args = tr.named(x, "layers"), tr.named(rows, "layers pos")
-    expected = jax.grad(program)(*args)
+    expected = jax.jit(jax.grad(program))(*args)
     mesh = tr.make_mesh(jax.devices()[:2], axis_type="auto", data=2, model=1)
     with tr.Layout(mesh, compute={"pos": "data", "layers": "data"}):
         got = jax.grad(program)(*tr.shard(args, "compute"))
@@ -429,7 +429,7 @@ def test_the_gradient_of_one_position_meets_slices_of_something_whole(position):
         whole, one = x.at["pos", ids].add(0.5), x["pos", jnp.array([position])]
         return ((whole * whole).sum() + (one * one).sum()).array
 
-    expected = jax.grad(loss)(tr.named(x, "pos"), tr.named(ids, "embed"))
+    expected = jax.jit(jax.grad(loss))(tr.named(x, "pos"), tr.named(ids, "embed"))
     mesh = tr.make_mesh(jax.devices()[:2], data=2)
     with jax.set_mesh(mesh):
         placed = tr.named(jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))), "pos")

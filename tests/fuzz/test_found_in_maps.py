@@ -54,7 +54,7 @@ def test_an_outer_product_that_is_mapped_over_a_whole_name_and_its_gradient():
     x, y = drawn(2, 4, 4), drawn(4, 6, seed=1)
     one = lambda y, x: tr.einsum("mlp layers, vocab -> vocab mlp layers", x, y)
     loss = lambda x, y: (tr.vmap(one, "pos")(y, x) ** 2).sum().array
-    expected = jax.grad(lambda x, y: (jnp.einsum("mpl,pv->pvml", x, y) ** 2).sum(), argnums=(0, 1))(x, y)
+    expected = jax.jit(jax.grad(lambda x, y: (jnp.einsum("mpl,pv->pvml", x, y) ** 2).sum(), argnums=(0, 1)))(x, y)
     with tr.Layout(tr.make_mesh(jax.devices()[:2], context=2), compute={"layers": "context"}):
         args = tr.shard((tr.named(x, "mlp pos layers"), tr.named(y, "pos vocab")), "compute")
         gradients = jax.grad(loss, argnums=(0, 1))(*args)
@@ -73,7 +73,7 @@ def test_the_gradient_of_a_product_of_parameters_that_a_mapped_function_closes_o
         rows = tr.vmap(lambda row: tr.dot(row, tr.dot(a, b, over="rank"), over="embed"), "batch")(x)
         return (rows * rows).sum().array
 
-    expected = jax.grad(lambda x, a, b: ((x @ (a @ b)) ** 2).sum(), argnums=(0, 1, 2))(x, a, b)
+    expected = jax.jit(jax.grad(lambda x, a, b: ((x @ (a @ b)) ** 2).sum(), argnums=(0, 1, 2)))(x, a, b)
     mesh = (
         tr.make_mesh(jax.devices()[:4], data=2, model=2)
         if "model" in batch
@@ -119,7 +119,7 @@ def test_without_a_layout_a_mapped_function_may_read_what_is_sliced_over_the_mes
     put = lambda a, name: tr.named(jax.device_put(a, jax.NamedSharding(mesh, jax.P("model"))), name)
     rows, outside = put(x, "layers"), put(y, "heads")
     loss = lambda rows, outside: (tr.vmap(lambda row: row * outside, "layers")(rows) ** 3).sum().array
-    expected = jax.grad(lambda x, y: ((x[:, None] * y[None]) ** 3).sum(), (0, 1))(x, y)
+    expected = jax.jit(jax.grad(lambda x, y: ((x[:, None] * y[None]) ** 3).sum(), (0, 1)))(x, y)
     with jax.set_mesh(mesh):
         gradients = jax.grad(loss, (0, 1))(rows, outside)
     np.testing.assert_allclose(gradients[0].array, expected[0], rtol=1e-4)
@@ -192,7 +192,7 @@ def test_a_backward_rule_of_ones_own_in_a_mapped_function(rule, program):
 
 def test_named_operations_in_a_map_of_plain_arrays_keep_off_its_mesh_axis():
     x, w = drawn(4, 8), drawn(8, 2, seed=1)
-    expected = jax.grad(lambda w: ((jnp.tanh(x) @ w) ** 2).sum())(w)
+    expected = jax.jit(jax.grad(lambda w: ((jnp.tanh(x) @ w) ** 2).sum()))(w)
 
     def loss(w, x):
         row = lambda row: tr.dot(tr.tanh(tr.named(row, "pos")), w, over="pos").array
@@ -260,7 +260,7 @@ def test_a_derivative_inside_a_map_by_its_row_and_outside_by_a_parameter(argumen
         return (rows * rows).sum().array
 
     slopes = lambda w: jax.vmap(jax.grad(lambda row: jnp.tanh(row @ w)))(x).sum(1)
-    expected = jax.grad(lambda w: (slopes(w) ** 2).sum())(w)
+    expected = jax.jit(jax.grad(lambda w: (slopes(w) ** 2).sum()))(w)
     with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), params={"embed": "data"}, compute={"batch": "data"}):
         args = tr.shard(tr.named(w, "embed")), tr.shard(tr.named(x, "batch embed"), "compute")
         if not argument:
@@ -277,7 +277,7 @@ def test_the_gradient_of_rows_in_random_order_in_a_map_over_slices(per_row):
     x, weights, key = drawn(2, 8), drawn(2, seed=1), jax.random.key(35)
     keys = jax.random.split(key, 8) if per_row else jnp.stack([key] * 8)
     mixed = lambda x: jax.vmap(jax.random.permutation, in_axes=(0, 1))(keys, x)
-    expected = jax.grad(lambda x: ((mixed(x) * weights[None]) ** 2).sum())(x)
+    expected = jax.jit(jax.grad(lambda x: ((mixed(x) * weights[None]) ** 2).sum()))(x)
 
     def loss(x, keys, weights):
         shuffled = lambda row, key: tr.random.shuffle(key if per_row else jax.random.key(35), row, "pos")
@@ -313,7 +313,7 @@ def test_branches_by_a_mapped_predicate(where, layout):
     each = rule if where == "backward rule" else lambda x, w: chosen(x, x.sum(), w).sum()
     loss = lambda x, w: tr.vmap(each, "b")(x, w).sum().array
     args = tr.named(x, "b e"), tr.named(w, "e")
-    expected = jax.grad(loss, argnums=(0, 1))(*args)
+    expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(*args)
     mesh, params, compute = layout
     with tr.Layout(tr.make_mesh(**mesh), params=params, compute=compute):
         placed = tr.shard(args[0], "compute"), tr.shard(args[1])
@@ -335,7 +335,7 @@ def test_a_lookup_of_a_sliced_table_inside_a_cond_of_a_map():
         return jax.lax.cond((x > 0).array, other, lambda x: x, x)
 
     rows = tr.named(drawn(5), "heads")
-    expected = tr.vmap(row, "heads")(rows)
+    expected = jax.jit(tr.vmap(row, "heads"))(rows)
     with tr.Layout(tr.make_mesh(jax.devices()[:4], context=4), compute={"vocab": "context"}):
         np.testing.assert_allclose(tr.vmap(row, "heads")(tr.shard(rows, "compute")), expected, rtol=1e-5)
 
@@ -357,7 +357,7 @@ def test_what_runs_on_slices_of_an_array_closed_over_is_refused_by_an_error_of_o
 def test_a_whole_factor_from_outside_meets_slices_of_another_mesh_axis():
     rows, w = drawn(8, 5, 8), drawn(5, 2, seed=1)
     plain = lambda w, rows: jax.vmap(lambda row: (jnp.tanh(row.T @ w) ** 2).sum())(rows).sum()
-    expected = jax.grad(plain, argnums=(0, 1))(w, rows)
+    expected = jax.jit(jax.grad(plain, argnums=(0, 1)))(w, rows)
     loss = lambda w, rows: (
         tr.vmap(lambda r: (tr.tanh(tr.dot(r, w, over="heads")) ** 2).sum(), "batch")(rows).sum().array
     )
@@ -379,7 +379,7 @@ def test_a_product_that_is_mapped_in_a_branch_takes_copies():
         return (h * h).sum().array
 
     named = [tr.named(rows, "layers embed"), tr.named(w, "embed batch"), tr.named(drawn(2, 3, seed=2), "embed batch")]
-    expected = jax.grad(loss, argnums=(0, 1, 2))(*named)
+    expected = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*named)
     with tr.Layout(tr.make_mesh(jax.devices()[:3], context=3), compute={"batch": "context"}):
         placed = [tr.shard(x, "compute") for x in named]
         for grad in (jax.grad(loss, argnums=(0, 1, 2)), jax.jit(jax.grad(loss, argnums=(0, 1, 2)))):
