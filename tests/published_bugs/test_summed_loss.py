@@ -45,7 +45,7 @@ def unchecked(program, arrays):
 @pytest.mark.slow
 def test_16_and_17_what_happens_without_the_types(arrays, alone):
     x, w = alone(*arrays)
-    right = jax.grad(whole)(w, x)
+    right = jax.jit(jax.grad(whole))(w, x)
     np.testing.assert_allclose(unchecked(summed_outside, arrays), right, rtol=1e-4)
     # The gradient of each device's own part of the loss, times the number of devices: on the first device.
     per_device = jax.grad(whole)(w, x[:2])
@@ -102,7 +102,7 @@ def test_17_manual_there_is_nothing_to_turn_off(arrays, alone):
         return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
 
     x, w = alone(*arrays)
-    right = jax.grad(whole)(w, x)
+    right = jax.jit(jax.grad(whole))(w, x)
     np.testing.assert_allclose(jax.grad(lambda w: jnp.sum(forward(arrays[0], w)))(arrays[1]), right, rtol=1e-4)
     np.testing.assert_allclose(inside(*arrays), right, rtol=1e-4)
 
