@@ -84,8 +84,11 @@ def test_a_store_is_not_made_of_itself(tmp_path, capsys):
     words = ["tokenize", str(tmp_path), "--out", str(tmp_path / "o"), "--bytes", "--workers", "0"]
     assert main(words) == 0 and main(words) == 0
     assert open_store(tmp_path / "o").num_documents == 1
-    assert main(["tokenize", str(tmp_path / "o"), *words[2:]]) == 2
-    assert "The files to tokenize must lie outside of the store." in capsys.readouterr().err
+    (tmp_path / "o" / "more.txt").write_text("two")
+    refused = {"o": "Every input must be text.", "o/more.txt": "The files to tokenize must lie outside of the store."}
+    for given, rule in refused.items():
+        assert main(["tokenize", str(tmp_path / given), *words[2:]]) == 2
+        assert rule in capsys.readouterr().err
 
 
 def test_the_standard_library_is_the_default(tmp_path, monkeypatch):
