@@ -47,11 +47,7 @@ def splash_table(mask, heads: int, block_sizes, logit_softcap: float | None, int
 
 
 def splash_forward(table: SplashTable, q, k, v, ids) -> tuple[jax.Array, jax.Array]:
-    """The result, `batch heads pos head_dim`, and the log of the sums, `f32["batch heads pos"]`; queries are scaled.
-
-    The kernel writes the log of a sum 128 times. It is taken out before the result is used: where layers are written
-    out, libtpu would keep all 128 until the backward pass.
-    """
+    """The result, `batch heads pos head_dim`, and the log of the sums, `f32["batch heads pos"]`; queries are scaled."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
     def one(q, k, v, ids):
@@ -62,7 +58,7 @@ def splash_forward(table: SplashTable, q, k, v, ids) -> tuple[jax.Array, jax.Arr
             )
 
     out, (log_sum,) = jax.vmap(one)(q, k, v, ids)
-    return jax.lax.optimization_barrier((out, log_sum))
+    return out, log_sum
 
 
 def splash_backward(table: SplashTable, q, k, v, ids, pulled, log_sum, d_out):

@@ -126,7 +126,8 @@ def _made(kind: Any) -> list[str]:
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value is of a type that a field may have: a union, literal, tuple, map, configuration or scalar."""
     if len(members := _members(kind)) > 1:
-        return any(_fits(value, member) for member in members)
+        own_family = dataclasses.is_dataclass(value) and hasattr(value, "family")
+        return any(_fits(value, member) or own_family and hasattr(member, "family") for member in members)
     container, args = typing.get_origin(kind), typing.get_args(kind)
     if container is Literal:
         return value in args

@@ -77,7 +77,7 @@ def test_more_layers_are_written_out_on_several_gpus_if_their_weights_are_few(ha
     """Those of many would be gathered long before they are needed."""
     mesh = tr.make_mesh(described_devices(target(hardware))[:2], data=2)
     carried = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))
-    assert longest_written_out(carried, weights) == most
+    assert longest_written_out(carried, lambda: weights) == most
 
 
 @pytest.mark.parametrize(

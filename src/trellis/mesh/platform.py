@@ -1,9 +1,8 @@
 """Where a computation will run, asked while it is traced, and of what kind devices are."""
 
-import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -120,7 +119,7 @@ _WRITTEN_OUT = {"cpu": (16, 16), "cuda": (64, 16)}  # on one device, and on seve
 _FEW_WEIGHTS = 10**10
 
 
-def longest_written_out(x: Any, weights: float = math.inf) -> int:
+def longest_written_out(x: Any, weights: Callable[[], float] | None = None) -> int:
     """How many turns at most a loop over layers may have to be faster written out; 0 if none is.
 
     On a CPU, unless it only rehearses a larger machine: more devices than processors are a rehearsal, for which the
@@ -128,7 +127,7 @@ def longest_written_out(x: Any, weights: float = math.inf) -> int:
 
     Args:
         x: an array, or a tree of them, that goes through the loop.
-        weights: how many numbers all layers' parameters are.
+        weights: tells how many numbers all layers' parameters are; None: many.
     """
     leaves = jax.tree.leaves(x)
     if not leaves:
@@ -137,7 +136,9 @@ def longest_written_out(x: Any, weights: float = math.inf) -> int:
     several = not mesh.empty and mesh.size > 1
     if several and platform == "cpu" and rehearses(mesh):
         return 0
-    return _WRITTEN_OUT.get(platform, (0, 0))[several and weights > _FEW_WEIGHTS]
+    alone, beside = _WRITTEN_OUT.get(platform, (0, 0))
+    few = several and alone > beside and weights is not None and weights() <= _FEW_WEIGHTS
+    return beside if several and not few else alone
 
 
 def rehearses(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:

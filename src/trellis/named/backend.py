@@ -37,19 +37,19 @@ sums_of_own_slices()  # before anything is lowered
 transform_own_rows()
 
 
-def written_out(length: int, carried, weights: float = math.inf) -> bool:
+def written_out(length: int, carried, weights: Callable[[], float] | None = None) -> bool:
     """Whether a loop of this length is written out.
 
     On CPUs and GPUs a loop copies every value that it keeps into and out of a stack; on TPUs, what kernels make.
 
     Args:
         carried: the tree of arrays that the loop carries.
-        weights: how many numbers the parameters of all turns are.
+        weights: tells how many numbers the parameters of all turns are; None: many.
     """
     return length <= _longest_written_out(carried, weights)
 
 
-def _longest_written_out(carried, weights: float = math.inf) -> float:
+def _longest_written_out(carried, weights: Callable[[], float] | None = None) -> float:
     """How many turns at most a loop may have to be written out: as the program was told, or what is faster."""
     if (scanned := tuned().scan_layers) is None:
         return longest_written_out(carried, weights)

@@ -119,9 +119,8 @@ class Stacked(eqx.Module):
         return self._run(_call(call), x, args, each, policy)
 
     def _written_out(self, carried) -> bool:
-        return written_out(
-            self.axis.size, carried, sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self.block))
-        )
+        weights = lambda: sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self.block))
+        return written_out(self.axis.size, carried, weights)
 
     def _run(self, body, x, args, each, policy):
         one = lambda carry, block, each: body(block, carry, *each, *args)

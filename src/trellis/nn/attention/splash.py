@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis._splash import SplashTable, splash_backward, splash_forward, splash_table
+from trellis.named.saving import layer_written_out
 from trellis.nn.attention.further import FurtherTiles
 from trellis.nn.attention.mosaic import LANES, block_of
 from trellis.nn.attention.sliced.tile import Ids, Tile
@@ -144,7 +145,10 @@ class SplashTiles:
 
     def forward(self, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids):
         with said_mask(tile):
-            return splash_forward(self._table(tile, q), self._scaled(q), k, v, ids)
+            found = splash_forward(self._table(tile, q), self._scaled(q), k, v, ids)
+        # The kernel writes the log of a sum 128 times. Of layers that are written out, libtpu would take it out of them
+        # where the backward pass reads it, and keep all 128 until then.
+        return jax.lax.optimization_barrier(found) if layer_written_out.value else found
 
     def known(self, out, d_out):
         return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
