@@ -126,6 +126,7 @@ def _made(kind: Any) -> list[str]:
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value is of a type that a field may have: a union, literal, tuple, map, configuration or scalar."""
     if len(members := _members(kind)) > 1:
+        # Where families are told apart, a program may bring one of its own (examples/own_family.py).
         own_family = dataclasses.is_dataclass(value) and hasattr(value, "family")
         return any(_fits(value, member) or own_family and hasattr(member, "family") for member in members)
     container, args = typing.get_origin(kind), typing.get_args(kind)

@@ -22,7 +22,7 @@ from trellis.errors import UserError
 from trellis.run import config
 from trellis.run.config import Evaluation
 from trellis.train.compilation import CompiledStep, use_persistent_cache
-from trellis.train.loop import train
+from trellis.train.loop import Feed, train
 from trellis.train.progress import Progress
 from trellis.train.stopping import LossNotFinite, RunStopped
 from trellis.train.trackers import read_lines
@@ -69,18 +69,23 @@ def test_a_run_that_is_asked_to_samples_at_each_evaluation(tmp_path, mesh):
     assert [sample["step"] for sample in read_lines(tmp_path / "paused" / "samples.jsonl", str)] == [5]
 
 
+def signalled(feed: Feed, at: int, number: int) -> Feed:
+    """A feed that sends its own process a signal before the batch of an index."""
+
+    def batches(start):
+        for index, batch in feed.batches(start):
+            if index == at:
+                os.kill(os.getpid(), number)
+            yield index, batch
+
+    return dataclasses.replace(feed, batches=batches)
+
+
 def test_a_run_that_a_signal_ends_at_an_evaluation_samples_there_when_it_goes_on(tmp_path, mesh):
     """Whoever sent the signal may not wait for a text, and the samples are those of a run without one all the same."""
     run = dataclasses.replace(EVERY, evaluation=dataclasses.replace(EVERY.evaluation, sample=True))
     assembled, feed = toy(mesh, run)
-
-    def batches(start):
-        for index, batch in feed.batches(start):
-            if index == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield index, batch
-
-    outcome = train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
+    outcome = train(assembled, signalled(feed, 4, signal.SIGTERM), tmp_path, progress=quiet())
     assert (outcome.exit_code, outcome.step) == (143, 5) and not (tmp_path / "samples.jsonl").exists()
     train(assembled, feed, tmp_path, until=7, progress=quiet())
     train(assembled, feed, tmp_path, progress=quiet())
@@ -205,13 +210,7 @@ def test_the_time_of_steps_between_a_line_and_a_checkpoint_is_kept(tmp_path, mes
     assembled, feed = toy(mesh, rare)
     feed = dataclasses.replace(feed, evaluate=None)
 
-    def batches(start):
-        for index, batch in feed.batches(start):
-            if index == 8:
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield index, batch
-
-    assert train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet()).step == 9
+    assert train(assembled, signalled(feed, 8, signal.SIGTERM), tmp_path, progress=quiet()).step == 9
     manifest = json.loads((tmp_path / "checkpoints" / "step-00000009" / "manifest.json").read_text())
     train(assembled, feed, tmp_path, progress=quiet())
     before, after = read_lines(tmp_path / "metrics.jsonl")[-2:]
@@ -235,14 +234,8 @@ def test_resuming_on_another_mesh_goes_on_along_the_same_curve(tmp_path, mesh):
 def test_a_signal_saves_a_checkpoint_and_the_same_command_resumes(tmp_path, mesh, number, code):
     assembled, feed = toy(mesh, EVERY)
 
-    def batches(start):
-        for index, batch in feed.batches(start):
-            if index == 7:
-                os.kill(os.getpid(), number)
-            yield index, batch
-
     before = signal.getsignal(number)
-    outcome = train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
+    outcome = train(assembled, signalled(feed, 7, number), tmp_path, progress=quiet())
     assert (outcome.exit_code, outcome.step) == (code, 8)
     assert (tmp_path / "checkpoints" / "step-00000008" / "manifest.json").exists()
     assert not (tmp_path / "samples.jsonl").exists(), "an unfinished run has no sample"
@@ -257,15 +250,9 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_resumes(tmp_path, mesh
 def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(tmp_path, mesh):
     assembled, feed = toy(mesh, EVERY)
 
-    def batches(start):
-        for index, batch in feed.batches(start):
-            if index == 7:
-                os.kill(os.getpid(), signal.SIGHUP)
-            yield index, batch
-
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        outcome = train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
+        outcome = train(assembled, signalled(feed, 7, signal.SIGHUP), tmp_path, progress=quiet())
     finally:
         signal.signal(signal.SIGHUP, before)
     assert (outcome.exit_code, outcome.step) == (0, 12)
