@@ -79,6 +79,34 @@ def test_layers_written_out_keep_what_those_of_a_loop_do(family):
     assert not [buffer for buffer in plans[1].memory.kept if "pallas_call" in buffer.name and "f32" in buffer.what]
 
 
+@pytest.mark.parametrize(("head_dim", "lanes"), [(64, 2), (128, 1)])
+def test_heads_of_layers_written_out_lie_as_kernels_have_them(head_dim, lanes):
+    """In whole lanes of 128. In a loop libtpu keeps them as they are, in one array for all turns."""
+    sizes = {"model.layers": "2", "model.embed": "512", "model.mlp": "1024", "model.vocab": "2048"}
+    sizes |= {"model.heads": "8", "model.kv_heads": "8", "model.head_dim": str(head_dim), "remat.policy": "saved"}
+
+    def kept(scan_layers: str) -> dict[str, int]:
+        plan = quick_plan(load_run("llama_8b_v5p_64", sizes | {"scan_layers": scan_layers}), target("v5p:4x4x4"))
+        return {buffer.name: buffer.num_bytes for buffer in plan.memory.kept_by_name() if buffer.name in saved}
+
+    saved = ("query", "key")
+    loop, out = kept("true"), kept("false")
+    assert set(loop) == set(saved)
+    assert out == {name: lanes * size for name, size in loop.items()}
+
+
+def test_weights_are_gathered_ahead_where_the_forward_pass_hides_no_more():
+    """On a v6e, where SparseCores gather beside computation: with few tokens there is more to move than to compute."""
+    sizes = {"model.layers": "4", "model.vocab": "2048", "scan_layers": "false"}
+    long, short = (
+        quick_plan(load_run("llama_8b_v6e_256", sizes | {"data.sequence_length": length}), target("v6e:16x16"))
+        for length in ("8192", "1024")
+    )
+    ahead = lambda plan: sum(b.num_bytes for b in plan.memory.buffers if b.name.endswith("gathered ahead"))
+    assert long.times.ahead == 0 == ahead(long)
+    assert short.times.ahead == pytest.approx(1 / 3) and ahead(short) > 0
+
+
 def test_gradients_that_gpus_round_in_one_kernel_are_there_together():
     """Those of gate and up: each is transformed in float32 first, in blocks of 16."""
     sizes = {"model.layers": "1", "model.vocab": "512", "data.sequence_length": "256", "batch_size": "16"}

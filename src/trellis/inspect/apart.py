@@ -6,6 +6,7 @@ its own: for each value that a kernel makes and a loop keeps, and for each that 
 products are libraries' kernels.
 """
 
+import math
 from collections.abc import Iterator
 
 from trellis.program import Operation, Value
@@ -86,6 +87,42 @@ def read_at(operation: Operation) -> int:
     """The number of the first operation that reads an operation's results; its own if none does."""
     readers = (reader.number for value in operation.results for reader in _readers(value, _PASSED))
     return min(readers, default=operation.number)
+
+
+def fills_lanes(value: Value) -> bool:
+    """Whether a TPU's compiler lays out a value with its last dimension in whole lanes: a Pallas kernel makes or reads
+    it, its transpose, or what elementwise work makes of it."""
+    if not value.local_shape or value.local_shape[-1] % _LANES == 0:
+        return False
+    made = value
+    while made.maker is not None and (before := _in_rows(made.maker, made)):
+        made = before[0]
+    return _is_kernel(made.maker) or any(map(_is_kernel, _readers_in_rows(value)))
+
+
+def _is_kernel(operation: Operation | None) -> bool:
+    return operation is not None and operation.name == "pallas_call"
+
+
+def _readers_in_rows(value: Value) -> Iterator[Operation]:
+    """What reads a value, or what elementwise work makes of it in rows of the same length."""
+    todo, seen = [value], {value}
+    while todo:
+        read = todo.pop()
+        for reader in read.readers:
+            yield reader
+            made = [result for result in reader.results if result not in seen and read in _in_rows(reader, result)]
+            todo += made
+            seen.update(made)
+
+
+def _in_rows(operation: Operation, result: Value) -> list[Value]:
+    """The operands of which elementwise work makes a result, or of which it is another view, in rows of its length."""
+    if is_apart(operation) or operation.name in PRODUCTS:
+        return []
+    operands = [operation.operands[result.position]] if _is_view(operation) else operation.inputs
+    row, size = result.local_shape[-1:], math.prod(result.local_shape)
+    return [each for each in operands if each.local_shape[-1:] == row and math.prod(each.local_shape) == size]
 
 
 def _is_view(operation: Operation) -> bool:

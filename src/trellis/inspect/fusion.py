@@ -72,10 +72,14 @@ def moves_nothing(operation: Operation) -> bool:
     return before.local_shape == after.local_shape and before.num_bytes == after.num_bytes and not before.state.pending
 
 
-def stored_bytes(operation: Operation, value: Value) -> int:
-    """Bytes of a device's memory that an operand or result takes: 0 if it is in the host's. A Pallas kernel's last
-    dimension fills whole lanes, so that heads of 64 take twice their size."""
-    if operation.name != "pallas_call":
+def stored_bytes(value: Value, in_lanes: bool = False) -> int:
+    """Bytes of a device's memory that a value takes: 0 if it is in the host's.
+
+    Args:
+        value: an operand or result.
+        in_lanes: whether its last dimension fills whole lanes, so that heads of 64 take twice their size.
+    """
+    if not in_lanes:
         return value.device_bytes
     last = value.local_shape[-1] if value.local_shape else LANES
     return value.num_bytes * (-(-last // LANES) * LANES) // max(last, 1)

@@ -218,14 +218,15 @@ def memory(
     return dataclasses.replace(held, compiled=counted)
 
 
-def memory_of(program: Program, *, held_beside: bool = False) -> Memory:
+def memory_of(program: Program, *, held_beside: bool = False, ahead: float = 0.0) -> Memory:
     """The memory of a program that was traced before, from types.
 
     Args:
         program: from `trace`.
         held_beside: whether SparseCores move weights and gradients beside computation, see `highest_point`.
+        ahead: the share of layers written out whose weights these gather before they are needed, see there.
     """
-    point = highest_point(program, held_beside)
+    point = highest_point(program, held_beside, ahead)
     return Memory(point.buffers, point.where, point.kept, host=point.host)
 
 

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from trellis.inspect import fusion
+from trellis.inspect.apart import fills_lanes
 from trellis.inspect.buffers import KINDS, Buffer
 from trellis.inspect.held import Held, Room
 from trellis.inspect.moved import Moved
@@ -24,9 +25,6 @@ from trellis.program.scopes import turns_written_out
 # What the compiler's allocator loses between buffers, as a share of everything that is not an argument. The layouts of
 # compiled train steps lost between 0.3 and 7 %.
 FRAGMENTATION = 0.02
-# The share of layers that are written out whose weights a TPU's compiler gathers for the backward pass before they are
-# needed, as far as there is room. In compiled steps of GPT-OSS it was a quarter on v5p, and a third on v6e.
-AHEAD = 3
 # The vector memory of a TPU, where a loop's small buffers go.
 VECTOR_MEMORY = 128 * 2**20
 # What belongs to the backward pass.
@@ -55,7 +53,7 @@ class HighestPoint:
     host: int
 
 
-def highest_point(program: Program, held: bool = False) -> HighestPoint:
+def highest_point(program: Program, held: bool = False, ahead: float = 0.0) -> HighestPoint:
     """The highest point of a program's memory on one device.
 
     Args:
@@ -63,6 +61,8 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
         held: whether SparseCores move weights and gradients beside computation. What is gathered, and what is summed
             over several mesh axes at once, then stays in place until a loop over layers ends its turn, beside what
             moves for the next, and that room is lost to large buffers at the highest point.
+        ahead: the share of layers that are written out whose weights are then gathered for the backward pass before
+            they are needed.
     """
     walk = _Walk(program, weights_in_use(program), Moved(program), held, fusion.multiplies_as_read(program))
     for value, argument in zip(program.inputs, program.arguments, strict=True):
@@ -80,9 +80,9 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
         dataclasses.replace(room, kind=kinds(room)).buffer(program) for room in rooms if room.num_bytes
     ]
     buffers, kept = described(walk.at_peak), described(walk.kept)
-    if ahead := walk.again // AHEAD if held else 0:
+    if early := int(walk.again * ahead) if held else 0:
         buffers.append(
-            Buffer(kind="weights in use", name="of layers written out, gathered ahead", what="", num_bytes=ahead)
+            Buffer(kind="weights in use", name="of layers written out, gathered ahead", what="", num_bytes=early)
         )
     ordered = lambda buffers: tuple(sorted(buffers, key=lambda buffer: -buffer.num_bytes))
     return HighestPoint(ordered([*buffers, *[between] * bool(lost)]), walk.where, ordered(kept), host)
@@ -159,7 +159,8 @@ class _Walk:
         kind = "weights in use" if value in self.weights else "temporaries"
         if kind == "temporaries" and (value.state.pending or given):
             kind = "gradients"
-        return Room(kind, fusion.stored_bytes(operation, value), value, operation)
+        in_lanes = operation.name == "pallas_call" or self.top and self.as_read and fills_lanes(value)
+        return Room(kind, fusion.stored_bytes(value, in_lanes), value, operation)
 
     def turn_back(self) -> None:
         """The backward pass begins, or goes on: what the forward pass made and it reads is there."""

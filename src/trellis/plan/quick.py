@@ -208,6 +208,8 @@ def plan_program(
     if target.chip.kind == "cpu":
         pieces = tuple(piece for piece in pieces if not _made_once(piece))
     hides = {HIDING_OPTIONS[option] for option in options if option in HIDING_OPTIONS}
+    took = times(pieces, ledger, links, sorted(hides), tuple(turns_of(program)) if on_tpus else ())
+    held_beside = any("sparse_core" in option for option in options)
     arguments = zip(program.inputs, program.arguments)
     return Plan(
         name=name,
@@ -217,9 +219,9 @@ def plan_program(
         tokens=tokens,
         parameters=sum(math.prod(value.shape) for value, argument in arguments if argument.kind == "parameters"),
         model_flops=model_flops,
-        memory=memory_of(program, held_beside=any("sparse_core" in option for option in options)),
+        memory=memory_of(program, held_beside=held_beside, ahead=took.ahead),
         ledger=ledger,
-        times=times(pieces, ledger, links, sorted(hides), tuple(turns_of(program)) if on_tpus else ()),
+        times=took,
         work=pieces,
         price=price,
         load=load,

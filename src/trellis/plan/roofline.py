@@ -31,6 +31,10 @@ FUSED_AWAY = 0.35
 # Of the time that products of heads would take longer, if libtpu padded each head to 128 lanes, the share that they do:
 # with heads of 64 they took 1.3 (1B on v5e), 1.5 (GPT-OSS on v6e) and 1.8 times as long (on v5p) as merged ones.
 PADDED_HEADS = 0.6
+# Of layers written out: the part of the forward pass's computation that its gathers may take on a TPU before some of
+# those for the backward pass are made earlier. In compiled steps none were on v5p, where they took up to half, and of a
+# third of all layers on v6e, where they took as long (`benchmarks/results/recipes_compiled.txt`).
+HIDES_ALL = 2 / 3
 # Options that make a TPU compiler hide what it does not hide by default. Gathers that SparseCores make over several
 # sides of the torus need an option of their own beside the first.
 HIDING_OPTIONS = {
@@ -105,6 +109,8 @@ class Times:
         exposed: seconds of communication, and of copies to and from the host, that nothing hides.
         hidden: seconds of these under computation.
         flops: FLOPs of products and attention, recomputation included.
+        ahead: of layers that are written out, the share whose weights a TPU's compiler gathers for the backward pass
+            before they are needed, because there is more to move than the forward pass hides.
     """
 
     lines: tuple[Line, ...]
@@ -113,6 +119,7 @@ class Times:
     exposed: float
     hidden: float
     flops: float
+    ahead: float = 0.0
 
     def by_bound(self) -> dict[str, float]:
         """Exposed seconds by what they wait for, longest first."""
@@ -348,6 +355,7 @@ def times(
         exposed=exposed,
         hidden=hidden,
         flops=sum(line.flops for line in computed),
+        ahead=max(busy.get("forward", 0.0) - HIDES_ALL, 0.0),
     )
 
 
