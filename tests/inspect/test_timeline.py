@@ -68,7 +68,7 @@ def test_what_loops_within_loops_carry_is_there_once():
 def test_layers_written_out_keep_what_those_of_a_loop_do(family):
     """A kernel's sums of scores lie in 128 lanes, of which the backward pass reads one, and rotated queries are made of
     a product and a turned one: what is read later is written, and what it is made of ends."""
-    sizes = {"model.layers": "6", "model.embed": "512", "model.mlp": "1024", "model.vocab": "2048"}
+    sizes = {"model.layers": "3", "model.embed": "512", "model.mlp": "1024", "model.vocab": "2048"}
     sizes |= {"model.heads": "16", "model.kv_heads": "4", "data.sequence_length": "2048", "remat.policy": "saved"}
     plans = [
         quick_plan(load_run(family, sizes | {"scan_layers": scanned}), target("v5p:4x4x4"))
