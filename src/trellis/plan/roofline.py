@@ -32,8 +32,8 @@ FUSED_AWAY = 0.35
 # with heads of 64 they took 1.3 (1B on v5e), 1.5 (GPT-OSS on v6e) and 1.8 times as long (on v5p) as merged ones.
 PADDED_HEADS = 0.6
 # Of layers written out: the part of the forward pass's computation that its gathers may take on a TPU before some of
-# those for the backward pass are made earlier. In compiled steps none were on v5p, where they took up to half, and of a
-# third of all layers on v6e, where they took as long (`benchmarks/results/recipes_compiled.txt`).
+# those for the backward pass are made earlier. Compiled steps held next to none where they took 0.7 of it (Qwen3 on
+# v6e), and those of a quarter of all layers where they took 0.94 (GPT-OSS there).
 HIDES_ALL = 2 / 3
 # Options that make a TPU compiler hide what it does not hide by default. Gathers that SparseCores make over several
 # sides of the torus need an option of their own beside the first.
