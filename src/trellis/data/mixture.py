@@ -121,7 +121,17 @@ class Mixture:
         packing: str,
         shuffle: Shuffle | None,
     ) -> "MixtureRows":
-        """The endless sequence of rows that `Batches` reads."""
+        """The endless sequence of rows that `Batches` reads.
+
+        Args:
+            seed: of the order of rows; each source has one of its own, derived from it.
+            sizes: the sequences in each step, and their lengths in tokens.
+            max_epochs: for sources that `max_epochs` of the mixture does not name; None for no limit.
+            packing, shuffle: as in `Batches`.
+
+        Raises:
+            UserError: a source may not be read for even one row.
+        """
         sources = [
             Rows(
                 store,
@@ -150,7 +160,13 @@ class Mixture:
     def validation_batches(
         self, *, sequence_length: int, batch_size: int, packing: str = "chunk"
     ) -> dict[str, Batches]:
-        """One pass over each held-out store, every token once, in order."""
+        """One pass over each held-out store, by its name: every token once, in order.
+
+        Args:
+            sequence_length: tokens in a sequence.
+            batch_size: sequences in a batch; the last batch is filled up with padding.
+            packing: as in `Batches`.
+        """
         return {
             name: Batches(
                 store,

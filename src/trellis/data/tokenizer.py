@@ -179,6 +179,9 @@ def load_tokenizer(path: str, *, end_of_document: str | None = None) -> Tokenize
 
     A folder's tokenizer_config.json names the end-of-document token, if it has an `eos_token`. From a token store comes
     the tokenizer that made it, with its end of documents.
+
+    Raises:
+        UserError: there is none, it cannot be read, or it has no end-of-document token.
     """
     where = path
     if os.path.isdir(path):

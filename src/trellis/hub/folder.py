@@ -79,7 +79,7 @@ class Folder:
                 "A Hugging Face folder must have a config.json.",
                 seen="no such file" if self.path.is_dir() else "no such folder",
                 where=str(config),
-                fix="use a folder that `save_pretrained` or `huggingface-cli download` wrote",
+                fix="use a folder that `save_pretrained` or `hf download` wrote",
             )
         self.hub = read_json(config)
         self.family = family_in(families, self.hub, str(config))

@@ -102,10 +102,13 @@ class Slice:
 
 
 def slice_names(generation: str | None = None) -> list[str]:
-    """The names `slice_devices` accepts, of one generation or of all.
+    """The TPU slices that `target_devices` knows, of one generation or of all.
 
     >>> slice_names("v5e")
     ['v5e:1x1', 'v5e:2x2', 'v5e:2x4', 'v5e:4x4', 'v5e:4x8', 'v5e:8x8', 'v5e:8x16', 'v5e:16x16']
+
+    Raises:
+        TopologyError: there is no such generation.
     """
     if generation is not None and generation not in _GENERATIONS:
         raise TopologyError(

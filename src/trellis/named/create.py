@@ -153,6 +153,9 @@ def one_hot(ids: NamedArray, axis: Axis, dtype=jnp.float32) -> NamedArray:
     Names: those of `ids`, then that of `axis`.
     Gradient: none; whole numbers have none.
     Moves: nothing.
+
+    Raises:
+        NamesError: the ids are not whole numbers, or have the name of `axis`.
     """
     ids, axis = operand(ids, "one_hot"), _one_axis(axis, "one_hot")
     if not jnp.issubdtype(ids.dtype, jnp.integer):

@@ -123,6 +123,10 @@ def stack(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
     Gradient: each array gets its part; a reduce-scatter for one that was gathered, an all-reduce for one that was
         whole.
     Moves: arrays to where the layout has their names: an all-gather of one that rests in slices.
+
+    Raises:
+        NamesError: the arrays differ in names or sizes, one already has the name, or the size of an `Axis` is not the
+            number of arrays.
     """
     arrays = _several(arrays, "stack")
     if isinstance(name, Axis) and name.size != len(arrays):

@@ -225,6 +225,9 @@ def settle(x: NamedArray) -> NamedArray:
     Names: those of `x`.
     Gradient: an all-gather where a sum was scattered, else nothing moves.
     Moves: an all-reduce of a pending sum, a reduce-scatter where the layout slices the result over that mesh axis.
+
+    Raises:
+        NamesError: `x` is not a named array.
     """
     if not isinstance(x, NamedArray):
         raise NamesError(f"settle takes a named array, got {shown(x)}, in settle: name its dimensions with named(...)")

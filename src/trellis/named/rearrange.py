@@ -25,6 +25,7 @@ def rearrange(x: NamedArray, pattern: str, /, **sizes: int) -> NamedArray:
 
     Raises:
         NamesError: sizes that do not multiply to the dimension's, or absent names.
+        NotationError: the pattern is not `before -> after`.
     """
     text_of(pattern, "rearrange", "write rearrange(x, 'a b -> b a')")
     left, arrow, right = pattern.partition("->")

@@ -50,6 +50,9 @@ def transpose(x: NamedArray, names: Names) -> NamedArray:
     Names: the given ones.
     Gradient: transposed back; nothing moves.
     Moves: nothing.
+
+    Raises:
+        NamesError: the names are not the array's own, each once.
     """
     x = operand(x, "transpose", pending=True)
     words = names_of(names, "transpose", "write transpose(x, '... embed') or a tuple of names")

@@ -24,6 +24,7 @@ class RMSNorm(eqx.Module):
 
     @staticmethod
     def init(axes: Axis | tuple[Axis, ...], eps: float, *, center: float = 0.0) -> "RMSNorm":
+        """A norm over these axes whose factor begins at 1: its scale at `1 - center`."""
         return RMSNorm(constant(axes, 1.0 - center), eps, center)
 
     def __call__(self, x: NamedArray) -> NamedArray:
@@ -44,6 +45,7 @@ class LayerNorm(eqx.Module):
 
     @staticmethod
     def init(axes: Axis | tuple[Axis, ...], eps: float, *, bias: bool = True) -> "LayerNorm":
+        """A norm over these axes with a scale of ones, and a bias of zeros if it has one."""
         return LayerNorm(constant(axes, 1.0), constant(axes, 0.0) if bias else None, eps)
 
     def __call__(self, x: NamedArray) -> NamedArray:

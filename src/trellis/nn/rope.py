@@ -221,6 +221,12 @@ def rotate(x: NamedArray, tables, head_dim: str = "head_dim", *, pairs: bool = F
     Gradient: rotated back; nothing moves.
     Moves: nothing.
 
+    Args:
+        x: queries or keys, `"batch pos heads head_dim"`.
+        tables: cosines and sines, from `rotary_tables`.
+        head_dim: the dimension to rotate.
+        pairs: whether pairs are neighbours; the tables are then made with `pairs`, too.
+
     Raises:
         NamesError: `head_dim` is sliced in a manual program.
     """

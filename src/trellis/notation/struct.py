@@ -32,6 +32,9 @@ def struct(cls):
     ShapeDtypeStruct(shape=(2, 8, 16), dtype=float32)
     >>> struct_specs(Weights).layers.up
     P(None, 'data', 'model')
+
+    Raises:
+        NotationError: it is not a class.
     """
     if not isinstance(cls, type):
         raise NotationError(

@@ -58,7 +58,11 @@ class TokenStore:
         return np.ones(stop - start, np.uint8)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
+        """The tokenizer that made the tokens.
+
+        Raises:
+            UserError: the store has none, or one that cannot be read.
+        """
         raise UserError(
             "Decoding needs the store's tokenizer.",
             seen="this format stores none",
@@ -75,7 +79,11 @@ class TokenStore:
             function(i)
 
     def document(self, i: int) -> np.ndarray:
-        """The tokens of document `i`, including its end."""
+        """The tokens of document `i`, including its end: the store's `dtype`, `["tokens"]`.
+
+        Raises:
+            IndexError: there is no such document.
+        """
         if not 0 <= i < self.num_documents:
             raise IndexError(f"document {i} of {self.num_documents}")
         start, stop = self.offsets(i, i + 2)
@@ -109,7 +117,11 @@ class TokenStore:
 
 
 def check_vocabulary(store: TokenStore, vocab_size: int) -> None:
-    """Refuses a model of `vocab_size` ids if the store has more."""
+    """Refuses a model of `vocab_size` ids if the store has more.
+
+    Raises:
+        UserError: with both numbers.
+    """
     if store.vocab_size > vocab_size:
         raise UserError(
             "The model's vocabulary must include every token id of the store.",
@@ -121,7 +133,11 @@ def check_vocabulary(store: TokenStore, vocab_size: int) -> None:
 
 
 def check_tokenizer(store: TokenStore, tokenizer: Tokenizer, fix: str | None = None) -> None:
-    """Refuses a store that another tokenizer made; `fix` says what to do instead, if not to tokenize it again."""
+    """Refuses a store that another tokenizer made; `fix` says what to do instead, if not to tokenize it again.
+
+    Raises:
+        UserError: with the hashes of both.
+    """
     if store.tokenizer().sha256 != tokenizer.sha256:
         raise UserError(
             "A run's data and its model must use the same tokenizer.",

@@ -274,6 +274,9 @@ def embedded_corpus(split: str = "train") -> FileSource:
     Each file is one document, named by its path in the library, in sorted order; tests and installed packages are
     left out. A file belongs to "validation" if the SHA-256 of its name, as a number, modulo 100 is below 5, else to
     "train"; so the split is the same for every Python that has the file.
+
+    Raises:
+        UserError: the split is neither, or this Python has no source files.
     """
     if split not in ("train", "validation"):
         raise UserError(

@@ -199,7 +199,11 @@ class GPT2(eqx.Module):
         return Output(self.norm(self.layers.fold(x, *shared, each=each, policy=policy)))
 
     def start(self, tokens: NamedArray, segment_ids=None, positions=None, key=None):
-        """The stream before the first layer, what each layer gets of its own, and what all layers get."""
+        """The stream before the first layer, what each layer gets of its own, and what all layers get.
+
+        Raises:
+            UserError: the sequence is longer than the model's learned positions.
+        """
         if tokens.shape["pos"] > self.config.positions:
             raise UserError(
                 "A sequence cannot be longer than the model's learned positions.",
