@@ -137,6 +137,11 @@ def test_unknown_gather():
         (lambda: Layout(make_mesh(data=8), {"embed": 3}), r"got 'embed': 3 in params, in Layout: write a name, and"),
         (lambda: Layout(make_mesh(data=8), {"embed": ["data", None]}), r"got 'embed': \['data', None\] in params"),
         (lambda: Layout(make_mesh(data=8), {"a b": "data"}), r"got 'a b': 'data' in params"),
+        (lambda: Layout(make_mesh(data=8), uneven=5), r"got uneven=5, in Layout: write uneven=\('layers',\)"),
+        (lambda: Layout(make_mesh(data=8), pipeline_groups=0), r"1 or more, got pipeline_groups=0, in Layout"),
+        (lambda: Layout(make_mesh(data=8), pipeline_groups=None), r"1 or more, got pipeline_groups=None"),
+        (lambda: Layout(make_mesh(data=8), pipeline_microbatches=0), r"1 or more, got pipeline_microbatches=0"),
+        (lambda: Layout(make_mesh(data=8), pipeline_microbatches="4"), r"got pipeline_microbatches='4', in Layout"),
     ],
 )
 def test_what_is_no_mesh_and_no_map_is_told(make, message):

@@ -134,8 +134,8 @@ class Layout:
         sums: whether sums along `cut` may be made all the same: what a model measures of its parts is added up.
 
     Raises:
-        MeshError: an entry names an axis that the mesh does not have, or
-            `overlap` a name that `compute` slices over none or several.
+        MeshError: an entry names an axis that the mesh does not have, or `overlap` a name that `compute` slices over
+            none or several; or a pipeline's number of microbatches or groups is not 1 or more.
     """
 
     mesh: Mesh
@@ -165,6 +165,7 @@ class Layout:
             ("context", (Mapping, tuple, list), "context={'context': 'exchange'}"),
             ("dealt", (str, tuple, list), "dealt='context'"),
             ("overlap", (str, tuple, list), "overlap=('mlp', 'heads')"),
+            ("uneven", (str, tuple, list), "uneven=('layers',)"),
         ):
             if not isinstance(getattr(self, field), kinds):
                 raise MeshError(
@@ -177,11 +178,13 @@ class Layout:
             "overlap": (self.overlap,) if isinstance(self.overlap, str) else tuple(self.overlap),
             "context": _pairs(self.context, "context", "{'context': 'exchange'}"),
             "dealt": (self.dealt,) if isinstance(self.dealt, str) else tuple(self.dealt),
+            "uneven": (self.uneven,) if isinstance(self.uneven, str) else tuple(self.uneven),
         }
         for field, value in read.items():
             object.__setattr__(self, field, value)  # only here, where the frozen value is still being made
         self._check_overlap()
         self._check_context()
+        self._check_pipeline()
         if unknown := [axis for axis in read["dealt"] if axis not in self.mesh.axis_names]:
             raise MeshError(
                 f"positions can only be dealt out over axes of the mesh, got dealt '{unknown[0]}' where the mesh has "
@@ -196,6 +199,16 @@ class Layout:
                 raise MeshError(
                     f"a layout's context must map axes of the mesh to one of {', '.join(kinds)}, got context '{axis}: "
                     f"{kind}' where the mesh has {known}, in Layout: correct it"
+                )
+
+    def _check_pipeline(self) -> None:
+        for field in ("pipeline_microbatches", "pipeline_groups"):
+            count = getattr(self, field)
+            chosen = count is None and field == "pipeline_microbatches"
+            if not (chosen or (isinstance(count, int) and count >= 1)):
+                raise MeshError(
+                    f"a layout's {field} must be a whole number of 1 or more, got {field}={count!r}, in Layout: write "
+                    "such a number, or leave it out"
                 )
 
     def _check_overlap(self) -> None:
