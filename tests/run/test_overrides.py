@@ -145,7 +145,7 @@ def test_a_file_replaces_parts_and_options_replace_both():
                 "A field without a default must be set.",
                 "no `schedule.decay_steps`",
                 "--schedule",
-                "add schedule.decay_steps: int",
+                "add --schedule.decay_steps (int)",
             ],
         ),
         (
@@ -154,8 +154,8 @@ def test_a_file_replaces_parts_and_options_replace_both():
                 "A field without a default must be set.",
                 "no `data.source.parts`",
                 "--data.source.kind",
-                "add data.source.parts: [{name: str, path: str, weight: float or "
-                "[{step: int, weight: float}, ...]}, ...]",
+                "add --data.source.parts ([{name: str, path: str, weight: float or "
+                "[{step: int, weight: float}, ...]}, ...])",
             ],
         ),
         (
@@ -164,8 +164,8 @@ def test_a_file_replaces_parts_and_options_replace_both():
                 "A field without a default must be set.",
                 "no `model.positions`, `model.dropout`, `model.scale_by_inverse_layer`, `model.upcast_attention`",
                 "--model.family",
-                "add model.positions: int, model.dropout: float, model.scale_by_inverse_layer: bool, "
-                "model.upcast_attention: bool",
+                "add --model.positions (int), --model.dropout (float), --model.scale_by_inverse_layer (bool), "
+                "--model.upcast_attention (bool)",
             ],
         ),
         ({"batch_size": "0"}, ["`batch_size` must be 1 or more.", "batch_size=0", "--batch_size", "use 1 or more"]),
@@ -251,7 +251,7 @@ def test_a_file_replaces_parts_and_options_replace_both():
                 "A field without a default must be set.",
                 "no `profile.start`",
                 "--profile.steps",
-                "add profile.start: int",
+                "add --profile.start (int)",
             ],
         ),
     ],

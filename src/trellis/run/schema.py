@@ -280,11 +280,13 @@ def _build_dataclass(cls: type, data: Any, path: str, origin: Origin) -> Any:
             raise UserError(rule, seen=f"`{key}`", where=origin(_join(path, key)), fix=did_you_mean(str(key), fields))
     missing = [name for name, field in fields.items() if field.default is REQUIRED and name not in data]
     if missing:
+        where = origin(path) if path else cls.__name__
+        added = "--{} ({})" if where.startswith("--") else "{}: {}"  # as it is written there
         raise UserError(
             "A field without a default must be set.",
             seen=f"no {', '.join(f'`{_join(path, name)}`' for name in missing)}",
-            where=origin(path) if path else cls.__name__,
-            fix=f"add {', '.join(f'{_join(path, name)}: {_written(fields[name].type)}' for name in missing)}",
+            where=where,
+            fix=f"add {', '.join(added.format(_join(path, n), _written(fields[n].type)) for n in missing)}",
         )
     values = {name: build(fields[name].type, item, _join(path, name), origin) for name, item in data.items()}
     try:
