@@ -85,7 +85,10 @@ class TokenStore:
             IndexError: there is no such document.
         """
         if not 0 <= i < self.num_documents:
-            raise IndexError(f"document {i} of {self.num_documents}")
+            raise IndexError(
+                f"a store's documents are counted from 0, got document {i} of {self.num_documents}, in {self.url}: use "
+                f"one from 0 to {self.num_documents - 1}"
+            )
         start, stop = self.offsets(i, i + 2)
         return self.tokens(int(start), int(stop))
 
