@@ -144,7 +144,7 @@ def test_a_named_tuple_is_a_part_of_the_tree():
 
     @struct
     class State:
-        moments: Stack["layers", Moments]
+        moments: None | Stack["layers", Moments]  # in either order
         plain: Moments | None
         chain: Chain = Chain(1)
 

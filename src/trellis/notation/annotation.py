@@ -117,6 +117,9 @@ class StackType:
     def __or__(self, other):
         return typing.Union[self, other]  # noqa: UP007
 
+    def __ror__(self, other):
+        return typing.Union[other, self]  # noqa: UP007
+
 
 class Stack:
     """`Stack["layers", Block]`: the fields of `Block` with a leading `layers` dimension.
