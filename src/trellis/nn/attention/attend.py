@@ -103,7 +103,8 @@ def _attended(q, k, v, segment_ids, sinks, *, window: int | None, **options) -> 
         of_queries, of_keys = (state_of(x.array).axes[:2] for x in (q, k))
         plain = tuple(move(ids, axes, frozenset()).array for axes in (of_queries, of_keys))
     own = None if sinks is None else _own_sinks(sinks, places, state_of(sinks.array).copied).array
-    plain = plain and tuple(undeal(x, slices) for x in plain) if slices else plain
+    if plain is not None and slices:
+        plain = tuple(undeal(x, slices) for x in plain)
     made = dot_product_attention(q.array, k.array, v.array, segment_ids=plain, sinks=own, window=window, **options)
     out = NamedArray(deal(made, slices) if slices else made, (*QUERY[:3], _width(v)), q.slices)
     return out if places is None else move(out, places.around, frozenset())
@@ -180,7 +181,10 @@ def _width(v: NamedArray) -> str:
 
 def _own_sinks(sinks: NamedArray, places: "_Places | None", copied: frozenset[str]) -> NamedArray:
     """Sinks, sliced as the queries' heads are."""
-    return sinks if places is None else move(sinks, (heads := places.queries[2],), copied - {*heads})
+    if places is None:
+        return sinks
+    heads = places.queries[2]
+    return move(sinks, (heads,), copied - {*heads})
 
 
 def attend_cached(
