@@ -1,9 +1,9 @@
 """Searches for a better setting: meshes, layouts, kinds of context parallelism, schedules of stages, microbatches and
 checkpoint policies.
 
-All variants are sketched in microseconds, the best few of each mesh are planned from types, for mixtures of experts on
-TPUs the fastest also with layers that are written out, and, on request, the best of those are compiled. The result is
-the frontier of time against memory, the fastest that fits as options to paste, and what held the others back.
+All variants are sketched in microseconds, the best few of each mesh are planned from types, the fastest two whose loop
+over layers copies much also with layers that are written out, and, on request, the best of those are compiled. The
+result is the frontier of time against memory, the fastest that fits as options to paste, and what held the others back.
 """
 
 import dataclasses
