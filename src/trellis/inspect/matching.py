@@ -350,14 +350,15 @@ class Stock:
         """Takes arrays that are padded, so that each device's part begins where its tiles do: by as much as the program
         shows, or by up to a quarter."""
         for match in matches:
+            wanted = match.key
+            filled = lambda row, item, elements=wanted.elements: item.part.filled == elements
             for key in list(self.items):
-                wanted = match.key
-                little = key.elements <= wanted.elements * 5 / 4 and key.kind == wanted.kind
-                alike = key.kind == wanted.kind or {key.kind, wanted.kind} == {"all-reduce", "reduce-scatter"}
+                one_kind = key.kind == wanted.kind
+                alike = one_kind or {key.kind, wanted.kind} == {"all-reduce", "reduce-scatter"}
                 same = key._replace(kind=wanted.kind, elements=wanted.elements) == wanted
                 if same and alike and key.elements > wanted.elements:
-                    fits = lambda row, item, of=wanted, little=little: little or item.part.filled == of.elements
-                    self.take(match, "a padded array", ((key, 1),), fits)
+                    little = one_kind and key.elements <= wanted.elements * 5 / 4
+                    self.take(match, "a padded array", ((key, 1),), _any if little else filled)
 
     def take_turns(self, matches: list[Match], chosen: Choice = _any) -> None:
         """Takes sums that a loop does not do in each turn, but that are done once after its last one."""

@@ -1,6 +1,7 @@
 """The weighted sum of what a token's experts make of it: several ways, one result."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -214,7 +215,7 @@ def _mixed(
     ]
     if chosen == "grouped":
         places = dataclasses.replace(places, experts=())
-    of_tokens = [
+    of_tokens = [  # three arrays for each part of the batch: its tokens, and the ids and weights of their choices
         part.transpose((*TOKENS[:2], last))
         for x, choices in given
         for part, last in ((x, "embed"), (choices.ids, "choices"), (choices.weights, "choices"))
@@ -222,8 +223,8 @@ def _mixed(
     gate, up = (w.transpose(("experts", "embed", "mlp")) for w in (gate, up))
     down = down.transpose(("experts", "mlp", "embed"))
     added = () if biases is None else tuple(b.transpose(("experts", "mlp")) for b in (biases.gate, biases.up))
-    tokens_end, added_end = len(of_tokens), len(added)
-    narrow_end = added_end + 2 * sum(kind is not None for kind in kinds)
+    num_of_tokens, num_added = len(of_tokens), len(added)
+    num_narrow = 2 * sum(kind is not None for kind in kinds)  # the numbers of each narrow weight, and their scale
     mesh = jax.typeof(first.array).sharding.mesh
     devices = math.prod(mesh.shape[a] for a in places.experts) if places.experts else 1
     ragged = chosen == "ragged" or (chosen == "hierarchical" and platform_of(first.array) in RAGGED)
@@ -231,8 +232,11 @@ def _mixed(
     def body(outer, longer, *given):
         used = places.batch + places.pos + places.experts + places.mlp
         given = [vary(a, used) for a in given]
-        of_tokens, weights, others = given[:tokens_end], given[tokens_end:][:3], given[tokens_end + 3 :]
-        added, rounded, rooms = others[:added_end], others[added_end:narrow_end], iter(others[narrow_end:])
+        arrays = iter(given)
+        of_tokens, weights, added, rounded = (
+            list(itertools.islice(arrays, count)) for count in (num_of_tokens, 3, num_added, num_narrow)
+        )
+        rooms = arrays  # what is left: for the gradients that have rows to fill
         weights = [Apart(w, next(rooms), longer[n]) if n in longer else w for n, w in enumerate(weights)]
         gate, up, down = held(weights, kinds, rounded)
         rows = [a.reshape(-1, a.shape[-1]) for a in of_tokens]
@@ -280,9 +284,9 @@ def _mixed(
     of_weights = [(places.experts, (), places.mlp)] * 2 + [(places.experts, places.mlp, ())]
     # The numbers of a narrow weight go where it goes, without its gradient; their scale goes nowhere.
     of_narrow = [to for where, kind in zip(of_weights, kinds, strict=True) if kind is not None for to in (where, ())]
-    slices = [tokens] * tokens_end + of_weights + [(places.experts, places.mlp)] * len(added) + of_narrow
+    slices = [tokens] * num_of_tokens + of_weights + [(places.experts, places.mlp)] * len(added) + of_narrow
     others = frozenset(places.batch + places.pos) - frozenset(places.experts + places.mlp)
-    copied = [summed] * tokens_end + [others] * (3 + len(added)) + [frozenset()] * len(narrow)
+    copied = [summed] * num_of_tokens + [others] * (3 + len(added)) + [frozenset()] * len(narrow)
     on_tpu = platform_of(first.array) == "tpu"
 
     def brought(a, slices, copied):
@@ -303,11 +307,11 @@ def _mixed(
         w = weights[n]
         return gradient_only(w.array, w.names, of_weights[n], others, rows or w.array.shape[1])
 
-    moved = [
+    moved = [  # numbered so that the weights are 0, 1 and 2
         only_gradient(n) if n in marked else brought(_fixed(a) if n in longer else a, *where)
-        for n, (a, *where) in enumerate(zip((*arrays, *narrow), slices, copied, strict=True), -tokens_end)
+        for n, (a, *where) in enumerate(zip((*arrays, *narrow), slices, copied, strict=True), -num_of_tokens)
     ]
-    outer = [_gathered(*pair)[0] for pair in zip(weights, moved[tokens_end:])]
+    outer = [_gathered(*pair)[0] for pair in zip(weights, moved[num_of_tokens:])]
     moved += [only_gradient(*each) for each in longer.items()]
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
     mix = by_device(
