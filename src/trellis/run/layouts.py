@@ -301,30 +301,30 @@ def make_layout(
     params, compute = choice.maps()
     if idle := [name for name, size in sizes.items() if size > 1 and name not in choice.used()]:
         kept = any(idle[0] in axes for axes in params.values())
-        at_rest = ", which slices only parameters at rest over it" if kept else ""
+        but = ", which slices only parameters at rest over it" if kept else ""
         smaller = f"--mesh.{idle[0]} 1, " if mesh.data == -1 and idle[0] != "data" else ""  # `data` takes its devices
         helps = idle[0] in dataclasses.replace(choice, preset="auto").used()
         auto = "--layout.preset auto, or " if helps else "or " if smaller else ""
         raise UserError(
             "Every mesh axis must slice something in use: otherwise, its devices repeat each other's work.",
-            seen=f"{idle[0]}={sizes[idle[0]]} with the preset {choice.preset}{at_rest}",
+            seen=f"{idle[0]}={sizes[idle[0]]} with the preset {choice.preset}{but}",
             where=f"mesh.{idle[0]}",
             fix=f"use {smaller}{auto}an entry such as --layout.compute.batch {idle[0]}",
         )
-    here = [{n: [a for a in over if a in sizes] for n, over in m.items()} for m in (params, compute)]
-    for own, found in zip((choice.params, choice.compute), here, strict=True):
+    at_rest, in_use = ({n: [a for a in over if a in sizes] for n, over in m.items()} for m in (params, compute))
+    for own, found in ((choice.params, at_rest), (choice.compute, in_use)):
         ways = math.prod(sizes[axis] for axis in found.get(_FEW, ()))
         if axes is not None and _FEW not in own and axes.get(_FEW, 0) % ways:
             del found[_FEW]  # each device along the axis then has them all, and reads those of its query heads
-    if axes is not None and _MANY in axes and _MANY in here[0] and _MANY not in choice.params:
+    if axes is not None and _MANY in axes and _MANY in at_rest and _MANY not in choice.params:
         claimed = {axis for over in choice.params.values() for axis in over.split("/")}
-        if not claimed.intersection(here[0].get(_WIDTH, ())):
-            here[0][_MANY] = _with_width(here[0], axes[_MANY], sizes)
-    stage = [a for a in here[1].get(_STACK, ()) if a == "stage"]
+        if not claimed.intersection(at_rest.get(_WIDTH, ())):
+            at_rest[_MANY] = _with_width(at_rest, axes[_MANY], sizes)
+    stage = [a for a in in_use.get(_STACK, ()) if a == "stage"]
     uneven = axes is not None and stage and axes.get(_STACK, 0) % (sizes["stage"] * choice.pipeline_groups)
-    if uneven and _STACK not in choice.params and here[0].pop(_STACK, None):
-        here[0][_WIDTH] = [*here[0].get(_WIDTH, ()), *stage]  # a step then deals layers out to the stages
-    params, compute = ({n: over for n, over in m.items() if over} for m in here)
+    if uneven and _STACK not in choice.params and at_rest.pop(_STACK, None):
+        at_rest[_WIDTH] = [*at_rest.get(_WIDTH, ()), *stage]  # a step then deals layers out to the stages
+    params, compute = ({n: over for n, over in m.items() if over} for m in (at_rest, in_use))
     arranged = make_mesh(devices, axis_type=choice.mode, **sizes)
     overlap = [name for name in choice.overlap if name in compute]
     return Layout(

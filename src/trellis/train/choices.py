@@ -117,10 +117,10 @@ def choose(
     run, made, pace = _steps(run, devices, budget, clock, trial)
     keep_pace(made, dataclasses.replace(work, **costs(made)), pace.token_seconds, how=TRIAL)
     found |= {"devices": run.devices, "microbatches": run.microbatches}
-    kept = "not kept, since other programs are at work here" if crowded else "kept for this machine"
     if not crowded:
         remember("choices", key, found | {"date": today()})
-    tell(f"chosen   {words_of(run, found)}, in {duration(clock() - started)}; {kept}")
+    whether = "not kept, since other programs are at work here" if crowded else "kept for this machine"
+    tell(f"chosen   {words_of(run, found)}, in {duration(clock() - started)}; {whether}")
     return run
 
 
