@@ -83,5 +83,5 @@ FAMILY = Family(
     from_hub=_from_hub,
     fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
     dropped=DROPPED,
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 150_000.0},
+    defaults={"head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0},
 )

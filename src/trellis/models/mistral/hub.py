@@ -35,5 +35,5 @@ FAMILY = Family(
     from_hub=_from_hub,
     fixed={"hidden_act": "silu"},
     dropped=DROPPED,
-    defaults={"sliding_window": 4096},
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
 )

@@ -95,6 +95,6 @@ FAMILY = Family(
     from_hub=_from_hub,
     fixed={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
     dropped=DROPPED,
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     elsewhere=_fused,
 )

@@ -15,7 +15,9 @@ KEYS = _LLAMA | {
     "layers.block.attention.v_bias": Key("model.layers.{}.self_attn.v_proj.bias", "(kv_heads head_dim)"),
 }
 # Layers from `max_window_layers` on see a window, if `use_sliding_window` says so.
-DEFAULTS: Mapping[str, Any] = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
 
 
 def to_hub(config, positions: int) -> dict:

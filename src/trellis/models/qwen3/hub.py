@@ -20,5 +20,5 @@ FAMILY = Family(
     from_hub=from_hub,
     fixed=GATED,
     dropped=DROPPED,
-    defaults=DEFAULTS,
+    defaults={**DEFAULTS, "head_dim": 128},
 )

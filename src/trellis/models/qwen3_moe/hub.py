@@ -64,5 +64,6 @@ FAMILY = Family(
     from_hub=_from_hub,
     fixed=GATED | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     dropped=DROPPED,
+    defaults={"num_key_value_heads": 4},
     elsewhere=fused,
 )
