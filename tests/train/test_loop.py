@@ -22,6 +22,7 @@ from trellis.errors import UserError
 from trellis.run import config
 from trellis.run.config import Evaluation
 from trellis.train.compilation import CompiledStep, use_persistent_cache
+from trellis.train.drain import Drain
 from trellis.train.loop import Feed, train
 from trellis.train.progress import Progress
 from trellis.train.stopping import LossNotFinite, RunStopped
@@ -404,6 +405,15 @@ def test_data_that_ends_early_is_an_error(tmp_path, mesh):
         train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
     assert error.value.seen == f"4 batches for 12 steps, at {tmp_path}"
     assert error.value.where.endswith("step-00000003")
+
+
+def test_writing_a_profile_is_no_time_of_a_step(tmp_path, mesh, monkeypatch):
+    happened = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, create_perfetto_trace: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: happened.append("written"))
+    monkeypatch.setattr(Drain, "excuse", lambda drain: happened.append("excused"))
+    train(*toy(mesh, dataclasses.replace(EVERY, profile=config.Profile(start=2))), tmp_path, progress=quiet())
+    assert happened[happened.index("written") :] == ["written", "excused"]
 
 
 @pytest.mark.slow

@@ -296,7 +296,10 @@ class _Loop:
                     last_good = lambda: _last_good(self._saved, others_live=True)
                     self._note(self._compiled(step.programs[-1], index, last_good))
                 self._drain.excuse()
-            profile.after(index, metrics)
+            if profile.ends(index, metrics):
+                with self._watch.excused("writes the profile"):
+                    profile.close()
+                self._drain.excuse()
             exit_code = self._signals.exit_code()
             last = made >= self._stop or exit_code is not None
             save = last or _due(made, run.checkpoints.every)

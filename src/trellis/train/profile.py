@@ -25,11 +25,13 @@ class Profiler:
             jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
             self._on = True
 
-    def after(self, index: int, result: Any) -> None:
-        """Call after the step was dispatched, with something that it computes."""
-        if self._on and self._rule is not None and index == self._rule.start + self._rule.steps - 1:
-            jax.block_until_ready(result)
-            self.close()
+    def ends(self, index: int, result: Any) -> bool:
+        """Whether the step of `index`, which was dispatched, is the last to record; if so, waits for what it computes.
+        `close` then writes the files, which can take longer than a step."""
+        if not self._on or self._rule is None or index != self._rule.start + self._rule.steps - 1:
+            return False
+        jax.block_until_ready(result)
+        return True
 
     def close(self) -> None:
         """Ends any recording that is under way."""
