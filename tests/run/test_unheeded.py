@@ -32,6 +32,8 @@ CASES = [
     ("layout.params.vocab=data_y/data", {}, ""),
     ("layout.compute.batch=replica", {"layout.preset": "hybrid"}, ""),
     ("layout.compute.pos=", {}, ""),
+    ("layout.compute.pos=data", {"mesh.context": "2"}, "layout.compute.pos=context"),
+    ("layout.compute.pos=data/context", {"mesh.context": "2"}, ""),
     ("layout.overlap=mlp,heads", {"layout.preset": "fsdp_tensor_sequence"}, "mesh.model=2"),
     ("model.routing.way=ragged", MOE, "mesh.expert=2"),
     ("model.routing.way=grouped", MOE, ""),

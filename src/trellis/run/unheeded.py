@@ -67,6 +67,13 @@ def _unheeded(run: Run) -> Iterator[tuple[str, UserError]]:
 def _of_layout(run: Run, at_rest: Mapping[str, list], in_use: Mapping[str, list]) -> Iterator[tuple[str, UserError]]:
     layout, pos = run.layout, in_use.get("pos", [])
     yield from _of_entries(run)
+    # Without a batch, only tables have positions.
+    first, then = sorted(("batch", "pos"), key=[*in_use, "batch", "pos"].index)
+    if in_use.get(then) and {*in_use[then]} <= {*in_use.get(first, ())}:
+        rule = "Of two names of an activation the one that comes first in a layout gets a mesh axis of both."
+        seen = f"{then}={'/'.join(in_use[then])}, {first}={'/'.join(in_use[first])}"
+        other = "context" if then == "pos" else "data"
+        yield _told(f"layout.compute.{then}", rule, seen, f"use --layout.compute.{then} {other}, or leave it out")
     rule = "How attention reaches keys can be set only for a mesh axis that slices positions."
     heeding = {"context": ["context", "context_y"], "context_y": ["context_y"]}
     for name, axes in heeding.items():
