@@ -123,6 +123,15 @@ def test_a_file_replaces_parts_and_options_replace_both():
             ],
         ),
         (
+            {"remat.policy": "saved", "remat.names": "query,query"},
+            [
+                "`remat.names` must have each of its words once.",
+                "query twice",
+                "--remat.names",
+                "leave one of them out",
+            ],
+        ),
+        (
             {"steps": "4,8"},
             ["`steps` must be of type int.", "'4,8' (str)", "--steps", "write a whole number, as in 8"],
         ),

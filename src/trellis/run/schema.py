@@ -183,7 +183,8 @@ def build(kind: Any, data: Any, path: str = "", origin: Origin = lambda path, *_
         raise _wrong(kind, data, path, origin, did_you_mean(str(data), args))
     if container is tuple and isinstance(data, list | tuple):
         items = tuple(build(args[0], item, _join(path, i), origin) for i, item in enumerate(data))
-        if typing.get_origin(args[0]) is Literal and (twice := [item for item in items if items.count(item) > 1]):
+        words = args[0] is str or typing.get_origin(args[0]) is Literal
+        if words and (twice := [item for item in items if items.count(item) > 1]):
             rule, seen, where = f"`{path}` must have each of its words once.", f"{twice[0]} twice", origin(path)
             raise UserError(rule, seen=seen, where=where, fix="leave one of them out")
         return items
