@@ -245,6 +245,8 @@ def test_a_watcher_says_at_once_what_it_waits_for(tmp_path, capsys, monkeypatch)
 def test_what_cannot_be_served_is_refused(tmp_path, capsys):
     code, _, err = trellis(capsys, "watch", tmp_path / "absent")
     assert code == 2 and "A run to watch must have a folder." in err
+    code, _, err = trellis(capsys, "watch", "s3://bucket/run")
+    assert code == 2 and "A run's folder must be in a file system." in err and "s3://bucket/run" in err
     code, _, err = trellis(capsys, "watch", tmp_path)
     assert code == 2 and "A folder to watch must be a run's." in err and "metrics.jsonl, .lock, but nothing" in err
     (tmp_path / "run.yaml").touch()

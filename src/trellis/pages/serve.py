@@ -11,7 +11,7 @@ from trellis.errors import UserError
 from trellis.figures.html import tag
 from trellis.pages.read import read_folder
 from trellis.pages.run import page, state
-from trellis.run.folder import no_folder, was_left
+from trellis.run.folder import check_path, no_folder, was_left
 
 _OF_A_RUN = ("run.yaml", "metrics.jsonl", ".lock")  # one of them is there as soon as a run has a folder
 
@@ -26,9 +26,10 @@ def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.Thre
         every: seconds after which a browser reloads the page of a run that is training.
 
     Raises:
-        UserError: there is no such folder, it is no run's, or the address cannot be used.
+        UserError: there is no such folder, it is no run's or a URL, or the address cannot be used.
     """
     fix = "name the folder of a run, as in `trellis watch runs/NAME-DATE`"
+    check_path(folder)
     if not folder.is_dir():
         raise UserError("A run to watch must have a folder.", seen=no_folder(folder), where=str(folder), fix=fix)
     if not any((folder / name).exists() for name in _OF_A_RUN):
