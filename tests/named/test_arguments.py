@@ -140,6 +140,53 @@ WRONG = {
     "a gate for a choice": (lambda: tr.gelu(X, X), r"True or False for approximate, got .*, in gelu: write .*geglu"),
     "an array for a map": (lambda: tr.shard(X, X), r"got f32\[.*\], in shard: write 'params'"),
     "a gate of two kinds": (lambda: nn.swiglu(X, X.array), r"both operands of a gate must have names, or neither"),
+    "a number out of range": (
+        lambda: WHOLE > 2**40,
+        r"must be in the range of the dtype that it is given, got i32\[batch=4\] and 1099511627776 in greater: pass",
+    ),
+    "an update out of range": (
+        lambda: WHOLE.at["batch", 0].set(2**40),
+        r"got i32\[batch=4\] and 1099511627776 in at\[...\].set: pass one that is",
+    ),
+    "padding out of range": (
+        lambda: tr.pad(WHOLE.astype("uint8"), {"batch": (1, 0)}, value=300),
+        r"got u8\[batch=4\] and 300 in pad: pass one that is",
+    ),
+    "an array out of range": (lambda: tr.full({"k": 2}, 2**40), r"got 1099511627776 in full: pass one that is"),
+    "a range out of range": (
+        lambda: tr.arange(tr.Axis("k", 2), start=2**40),
+        r"got 1099511627776 and 1 in arange: pass",
+    ),
+    "a range of truths": (
+        lambda: tr.arange(tr.Axis("k", 2), dtype=bool),
+        r"got <class 'bool'> in arange \(iota does not accept dtype bool.*pass dtype=jnp\.int32",
+    ),
+    "a power of whole numbers": (lambda: WHOLE**-1, r"in power \(Integers cannot be raised to negative .*astype"),
+    "truths to add up": (
+        lambda: (WHOLE > 0).at["batch", 0].add(True),
+        r"got bool_\[batch=4\] and True in at\[...\].add .*cast",
+    ),
+    "numbers of no such dtype": (
+        lambda: tr.random.normal(jax.random.key(0), {"k": 2}, jnp.int32),
+        r"got dtype\('int32'\) in random.normal \(.*must be a float or complex dtype.*\): pass another dtype",
+    ),
+    "numbers of no dtype": (
+        lambda: tr.random.normal(jax.random.key(0), {"k": 2}, "floaty"),
+        r"random\.normal takes a dtype, got 'floaty'",
+    ),
+    "fewer keys than none": (
+        lambda: tr.random.split(jax.random.key(0), "batch", -1),
+        r"an axis needs a size of 0 or more, got -1, in Axis\('batch', -1\)",
+    ),
+    "a key for several": (
+        lambda: tr.random.fold_in(jax.random.key(0), WHOLE),
+        r"a key is made for a single whole number, got i32\[batch=4\], in random.fold_in: pass one",
+    ),
+    "a key for a fraction": (lambda: tr.random.fold_in(jax.random.key(0), 1.5), r"got 1\.5, in random.fold_in"),
+    "a key for less than none": (
+        lambda: tr.random.fold_in(jax.random.key(0), -1),
+        r"range of the dtype that it is given, got -1 in random.fold_in",
+    ),
     "an array without names": (lambda: tr.named(jnp.zeros(3), None), r"named takes names, got None, in named"),
 }
 
@@ -149,6 +196,27 @@ def test_an_argument_of_another_kind_is_refused(case):
     call, message = WRONG[case]
     with pytest.raises((tr.NamesError, tr.NotationError), match=message):
         call()
+
+
+FRACTIONS = {
+    "pad": lambda x: tr.pad(x, {"batch": (1, 0)}, value=0.5),
+    "max": lambda x: x.max(initial=0.5),
+    "nanmin": lambda x: x.nanmin(initial=tr.named(jnp.float32(0.5), "")),
+    "divide": lambda x: x.at["batch", 0].divide(2),
+}
+
+
+@pytest.mark.parametrize("what", FRACTIONS)
+def test_a_fraction_among_whole_numbers_is_not_cut_off(what):
+    with pytest.raises(tr.TypeMismatch, match=rf"must keep the dtype of its array, got .* for i32\[.*, in .*{what}: "):
+        FRACTIONS[what](WHOLE)
+
+
+def test_truths_and_whole_numbers_are_numbers():
+    assert tr.pad(WHOLE == 0, {"batch": (1, 1)}).tolist() == [False, True, True, True, True, False]
+    assert not (WHOLE > 0).max(initial=0).item()
+    assert X.at["batch", 0].set(True).sum().item() == 6.0
+    assert tr.random.bernoulli(jax.random.key(0), {"batch": 8}, 1).all().item()
 
 
 def test_scalars_of_numpy_are_whole_numbers():

@@ -13,7 +13,7 @@ import numpy as np
 from trellis._compat import is_tracer, refuses_slices
 from trellis.errors import TrellisError, shortened
 from trellis.named.axis import Axis, NamesError
-from trellis.notation import typeof
+from trellis.notation import TypeMismatch, typeof
 
 
 def text_of(value: Any, what: str, fix: str) -> str:
@@ -87,28 +87,51 @@ _WORDS = r"(?:[^.]|\.\S)*"
 _REFUSALS = (
     r"does not accept|must be integers|requires ndarray|not inexact|not compatible with finfo|complex value|"
     r"complex(?:-valued)? inputs|Invalid integer data type|no available implicit dtype promotion|"
-    r"Cannot interpret 'key|is not a valid dtype for JAX|Unsupported dtype|do(?:es)? not accept dtypes"
+    r"Cannot interpret 'key|is not a valid dtype for JAX|Unsupported dtype|do(?:es)? not accept dtypes|"
+    r"cannot be raised to negative|must have a floating dtype|must be a float|only accepts integer dtypes"
 )
 _OF_A_DTYPE = re.compile(f"{_WORDS}(?:{_REFUSALS}){_WORDS}")
 
 
 @contextlib.contextmanager
-def dtypes_of_jax(args, what: str) -> Generator[None]:
+def dtypes_of_jax(args, what: str, fix: str = "cast with .astype") -> Generator[None]:
     """Puts the refusal of a dtype by JAX's own operation into our words.
 
     Raises:
-        NamesError: it takes none of that dtype.
+        NamesError: it takes none of that dtype, or no number as large.
     """
     try:
         yield
+    except OverflowError as error:
+        raise NamesError(
+            f"a number must be in the range of the dtype that it is given, got {' and '.join(map(shown, args))} in "
+            f"{what}: pass one that is"
+        ) from error
     except (TypeError, ValueError) as error:
         if not (said := _OF_A_DTYPE.search(str(error))):
             raise
         refuse_keys(args, what)
         raise NamesError(
             f"an operation must have operands of dtypes that JAX accepts, got {' and '.join(map(shown, args))} in "
-            f"{what} ({said[0].strip()}): cast with .astype"
+            f"{what} ({said[0].strip()}): {fix}"
         ) from error
+
+
+def keeps_dtype(value: Any, x: Any, rule: str, what: str) -> None:
+    """Of a whole number in floats there is nothing to lose; of a float in whole numbers there is.
+
+    Raises:
+        TypeMismatch: the array's dtype cannot hold the value.
+    """
+    kinds = [jnp.complexfloating, jnp.inexact, jnp.integer, jnp.bool_]
+    rank = lambda dtype: next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), -1)
+    plain = not hasattr(value, "dtype")
+    if rank(jnp.result_type(value) if plain else value.dtype) < rank(x.dtype):
+        fix = "pass such a number, or cast the array" if plain else "cast the value"
+        raise TypeMismatch(
+            f"{rule} must keep the dtype of its array, got {shown(value)} for {typeof(x)}, in {what}: {fix} with "
+            ".astype"
+        )
 
 
 _OF_KEYS = "draw numbers with them, with trellis.random, or take their bits, with jax.random.key_data"

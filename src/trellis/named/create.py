@@ -10,7 +10,7 @@ from trellis._compat import is_tracer
 from trellis.mesh.dealing import deal, places_dealt
 from trellis.mesh.layout import Layout, current_layout
 from trellis.named import backend
-from trellis.named.arguments import numbers_of, refuse_keys, shown
+from trellis.named.arguments import dtypes_of_jax, numbers_of, refuse_keys, shown
 from trellis.named.array import NamedArray, named
 from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of
 from trellis.named.binary import equal, greater_equal, less_equal
@@ -55,7 +55,8 @@ def full(axes: Axes, value, dtype=None) -> NamedArray:
     (value,) = numbers_of("full", "use broadcast_to", value=value)
 
     def make(shape, spec):
-        x = jnp.asarray(value, dtype)
+        with dtypes_of_jax((value,), "full"):
+            x = jnp.asarray(value, dtype)
         if is_tracer(value):
             return backend.broadcast(x, shape, spec)
         return jax.lax.broadcast_in_dim(x, shape, (), out_sharding=spec)
@@ -113,7 +114,8 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
         places = jax.lax.broadcasted_iota(jnp.int32 if slices else dtype, shape, 0, out_sharding=spec)
         return places_dealt(places, slices, axis.size).astype(dtype) if slices else places
 
-    values = _make(iota, axis, "arange")
+    with dtypes_of_jax((dtype,), "arange", "pass dtype=jnp.int32, and cast the result with .astype"):
+        values = _make(iota, axis, "arange")
     if isinstance(start, int) and isinstance(step, int) and (start, step) == (0, 1):
         return values
     if jnp.issubdtype(dtype, jnp.integer) and not jnp.issubdtype(jnp.result_type(start, step), jnp.integer):
@@ -121,7 +123,8 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
             f"a range of whole numbers needs a whole start and step, got start={shown(start)} and step={shown(step)} "
             f"for {jnp.dtype(dtype)}, in arange: pass dtype=jnp.float32"
         )
-    return values.with_array(values.array * jnp.asarray(step, dtype) + jnp.asarray(start, dtype))
+    with dtypes_of_jax((start, step), "arange"):
+        return values.with_array(values.array * jnp.asarray(step, dtype) + jnp.asarray(start, dtype))
 
 
 def linspace(axis: Axis, *, start=0.0, stop=1.0, dtype=jnp.float32) -> NamedArray:

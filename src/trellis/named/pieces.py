@@ -8,7 +8,7 @@ import numpy as np
 
 from trellis._compat import is_tracer
 from trellis.named import backend
-from trellis.named.arguments import count_of, mapping_of, names_of, numbers_of, refuse_keys
+from trellis.named.arguments import count_of, dtypes_of_jax, keeps_dtype, mapping_of, names_of, numbers_of, refuse_keys
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, NamesError, name_of
 from trellis.named.index import positions, single
@@ -157,6 +157,7 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
     Raises:
         NamesError: a name is absent, or a width is negative.
         PendingSumError: `x` holds partial sums and `value` is not 0.
+        TypeMismatch: `value` is a fraction for whole numbers.
     """
     (value,) = numbers_of("pad", "pass one, or join what differs with concatenate", value=value)
     zero = isinstance(value, int | float) and value == 0
@@ -173,7 +174,10 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
         )
     x = whole(x, tuple(along), "pad")
     width = [(*along.get(n, (0, 0)), 0) for n in x.names]
-    fill = jnp.asarray(value, x.dtype)
+    if x.dtype != jnp.bool_:  # of which 0 and 1 are values
+        keeps_dtype(value, x, "padding", "pad")
+    with dtypes_of_jax((x, value), "pad"):
+        fill = jnp.asarray(value, x.dtype)
     # JAX (0.10.2) makes the gradient of a fill from that of `x`, and fails if there is none; ours is a sum of its own.
     learned = is_tracer(value)
     out = jax.lax.pad(x.array, jnp.zeros((), x.dtype) if learned else fill, width)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from trellis.mesh.layout import POSITIONS, current_layout, is_dealt
 from trellis.mesh.manual.take import is_narrow
 from trellis.named.along import apply_along
-from trellis.named.arguments import has_keys
+from trellis.named.arguments import dtype_of, dtypes_of_jax, has_keys, shown
 from trellis.named.array import NamedArray, is_named, traced_anew
 from trellis.named.axis import Axes, Axis, Name, NamesError, axes_of, name_of
 from trellis.named.create import layout_spec
@@ -83,13 +83,13 @@ def truncated_normal(key, axes: Axes, lower, upper, dtype=jnp.float32, *, at: st
 
 
 def bernoulli(key, axes: Axes, p=0.5, *, at: str = "compute") -> NamedArray:
-    """True with probability `p`.
+    """True with probability `p`, a number from 0 to 1 or a named one.
 
     Names: the given ones.
     Gradient: none.
     Moves: nothing; each device draws its own slice.
     """
-    return _sample(jax.random.bernoulli, key, axes, at, p=_in_float32(p))
+    return _sample(jax.random.bernoulli, key, axes, at, p=float(p) if isinstance(p, int) else _in_float32(p))
 
 
 def randint(key, axes: Axes, minval, maxval, dtype=jnp.int32, *, at: str = "compute") -> NamedArray:
@@ -171,12 +171,13 @@ def _sample(sampler: Callable, key, axes: Axes, at: str, **how) -> NamedArray:
     key = _of_part(plain_key(key, what), names)
     for name, size in zip(names, sizes, strict=True):
         slices_dealt(name, size, what)
-    if spec is None:
-        made = NamedArray(sampler(key, shape=sizes, **how), names)
-    elif "out_sharding" in inspect.signature(sampler).parameters:
-        made = NamedArray(sampler(key, shape=sizes, out_sharding=spec, **how), names)
-    else:
-        made = NamedArray(jax.reshard(sampler(key, shape=sizes, **how), spec), names)
+    with dtypes_of_jax(how.values(), what, "pass another dtype, and cast the result with .astype"):
+        if spec is None:
+            made = NamedArray(sampler(key, shape=sizes, **how), names)
+        elif "out_sharding" in inspect.signature(sampler).parameters:
+            made = NamedArray(sampler(key, shape=sizes, out_sharding=spec, **how), names)
+        else:
+            made = NamedArray(jax.reshard(sampler(key, shape=sizes, **how), spec), names)
     return deal(made) if is_dealt(POSITIONS) and POSITIONS in names else made
 
 
@@ -205,7 +206,9 @@ def _of_part(key: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 def _number(value, word: str, what: str):
     array = value.array if is_named(value) else value
-    if word != "dtype" and getattr(array, "ndim", 0):
+    if word == "dtype":
+        return None if value is None else dtype_of(value, what)
+    if getattr(array, "ndim", 0):
         raise NamesError(
             f"a distribution's parameter must be a single number, got {word}={typeof(value)}, in {what}: draw with 0 "
             "and 1, and scale the result by name"
@@ -302,7 +305,7 @@ def split(key, name: Name, count: int | None = None) -> NamedArray:
             f"a split needs one count of keys, got {name} and count={count}, in random.split: pass a name and a "
             "count, or an axis"
         )
-    names = (name_of(name, "random.split"),)
+    names = tuple(axis.name for axis in axes_of({name_of(name, "random.split"): size}, "random.split"))
     keys = made_in_order(jax.random.split(plain_key(key, "random.split"), size), names, "random.split")
     return operand(NamedArray(keys, names), "random.split")
 
@@ -315,7 +318,13 @@ def fold_in(key, data) -> jax.Array:
     Moves: nothing.
     """
     number = data.array if is_named(data) else data
-    return jax.random.fold_in(plain_key(key, "random.fold_in"), number)
+    if getattr(number, "ndim", 0) or not jnp.issubdtype(jnp.result_type(number), jnp.integer):
+        raise NamesError(
+            f"a key is made for a single whole number, got {shown(data)}, in random.fold_in: pass one, or go through "
+            "several with vmap or scan"
+        )
+    with dtypes_of_jax((data,), "random.fold_in"):
+        return jax.random.fold_in(plain_key(key, "random.fold_in"), number)
 
 
 def dropout(key, x: NamedArray, rate: float) -> NamedArray:

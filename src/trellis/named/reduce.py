@@ -14,7 +14,7 @@ import numpy as np
 from trellis.mesh.manual.ops import mark_pending
 from trellis.mesh.manual.take import is_narrow
 from trellis.named import backend
-from trellis.named.arguments import dtypes_of_jax, number_of, numbers_of, ordered, slices_of_jax
+from trellis.named.arguments import dtypes_of_jax, keeps_dtype, number_of, numbers_of, ordered, slices_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError, once
 from trellis.named.operand import check_sizes, on_one_mesh, operand, refuse_cut, refuse_dealt, refuse_others
@@ -343,6 +343,8 @@ def _least(x, where, initial, sign: int, what: str):
     """What a largest or smallest value starts from if there may be none (a mask, or a size of 0)."""
     if initial is not None:
         (initial,) = numbers_of(what, f"take the {what} first, and maximum or minimum with it", initial=initial)
+        if hasattr(x, "dtype") and x.dtype != jnp.bool_:  # of which 0 and 1 are values
+            keeps_dtype(initial, x, "a first value", what)
     if initial is not None or (where is None and 0 not in np.shape(getattr(x, "array", x))):
         return initial
     if jnp.issubdtype(x.dtype, jnp.floating):

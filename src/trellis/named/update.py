@@ -9,7 +9,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.take import is_narrow
 from trellis.mesh.reshard import place
 from trellis.named import backend
-from trellis.named.arguments import has_keys, refuse_keys, shown
+from trellis.named.arguments import dtypes_of_jax, has_keys, keeps_dtype, refuse_keys
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.index import index
@@ -102,6 +102,8 @@ class Place:
         refuse_others((value,), what)
         if not isinstance(value, NamedArray) and getattr(value, "ndim", None) == 0:
             value = NamedArray(jnp.asarray(value), ())
+        if isinstance(value, bool) and self.x.dtype != jnp.bool_:
+            value = int(value)
         if method != "set" or has_keys(self.x) != has_keys(value):
             refuse_keys((self.x, value), what)
         given = [operand(value, what)] if isinstance(value, NamedArray) else []
@@ -167,7 +169,12 @@ class _Update:
             raise NamesError(
                 f"an update takes a number or a named array, got {typeof(value)}, in {self.what}: name its dimensions"
             )
-        self._check_kind(value)
+        keeps_dtype(value, x, "an update", self.what)
+        if method == "divide" and not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeMismatch(
+                f"an update must keep the dtype of its array, got a quotient for {typeof(x)}, in {self.what}: cast the "
+                "array with .astype, or set x[...] // value"
+            )
         if isinstance(value, NamedArray):
             arrays.append(self._values(value, names, axes))
         program = self._program(method, value)
@@ -175,7 +182,8 @@ class _Update:
             specs = tuple(spec_of(state_of(a).axes) for a in (plain, *arrays))
             program = by_device(program, mesh=own_mesh(x.array), in_specs=specs, out_specs=specs[0])
         try:
-            return x.with_array(program(plain, *arrays))
+            with dtypes_of_jax((x, value), self.what):
+                return x.with_array(program(plain, *arrays))
         except NotImplementedError as error:
             if "scatter_mul gradients" not in str(error):
                 raise
@@ -193,21 +201,6 @@ class _Update:
         keep = [*self.aligned, *self.free]
         wanted = [axes.get(n, ()) if n in keep and array.shape[i] > 1 else () for i, n in enumerate(names)]
         return array if state.mode == "none" else place(array, wanted, (), (), names=tuple(names))
-
-    def _check_kind(self, value) -> None:
-        """Of a whole number in floats there is nothing to lose; of a float in whole numbers there is.
-
-        Raises:
-            TypeMismatch: the array's dtype cannot hold the value.
-        """
-        kinds = [jnp.complexfloating, jnp.inexact, jnp.integer, jnp.bool_]
-        rank = lambda dtype: next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), -1)
-        if rank(value.dtype if isinstance(value, NamedArray) else jnp.result_type(value)) < rank(self.x.dtype):
-            fix = "cast the value" if isinstance(value, NamedArray) else "pass such a number, or cast the array"
-            raise TypeMismatch(
-                f"an update must keep the dtype of its array, got {shown(value)} for {typeof(self.x)}, in {self.what}: "
-                f"{fix} with .astype"
-            )
 
     def _values(self, value: NamedArray, names: list[str], axes):
         if extra := [n for n in value.names if n not in names]:
