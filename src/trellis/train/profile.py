@@ -25,6 +25,12 @@ class Profiler:
             jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
             self._on = True
 
+    def after(self, index: int, result: Any) -> None:
+        """Call after the step was dispatched, with something that it computes. After the last step to record it waits
+        for that and writes the files."""
+        if self.ends(index, result):
+            self.close()
+
     def ends(self, index: int, result: Any) -> bool:
         """Whether the step of `index`, which was dispatched, is the last to record; if so, waits for what it computes.
         `close` then writes the files, which can take longer than a step."""
