@@ -9,7 +9,7 @@ products are libraries' kernels.
 import math
 from collections.abc import Iterator
 
-from trellis.program import Operation, Value
+from trellis.program import Body, Operation, Value
 from trellis.program.flow import VIEWS
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import KERNELS, LOOPS
@@ -89,31 +89,22 @@ def read_at(operation: Operation) -> int:
     return min(readers, default=operation.number)
 
 
-def fills_lanes(value: Value) -> bool:
-    """Whether a TPU's compiler lays out a value with its last dimension in whole lanes: a Pallas kernel makes or reads
-    it, its transpose, or what elementwise work makes of it."""
-    if not value.local_shape or value.local_shape[-1] % _LANES == 0:
-        return False
-    made = value
-    while made.maker is not None and (before := _in_rows(made.maker, made)):
-        made = before[0]
-    return _is_kernel(made.maker) or any(map(_is_kernel, _readers_in_rows(value)))
-
-
-def _is_kernel(operation: Operation | None) -> bool:
-    return operation is not None and operation.name == "pallas_call"
-
-
-def _readers_in_rows(value: Value) -> Iterator[Operation]:
-    """What reads a value, or what elementwise work makes of it in rows of the same length."""
-    todo, seen = [value], {value}
-    while todo:
-        read = todo.pop()
-        for reader in read.readers:
-            yield reader
-            made = [result for result in reader.results if result not in seen and read in _in_rows(reader, result)]
-            todo += made
-            seen.update(made)
+def in_lanes(body: Body) -> set[Value]:
+    """The values that a TPU's compiler lays out with their last dimension in whole lanes: a Pallas kernel makes or
+    reads them, their transposes, or what elementwise work makes of them."""
+    made: set[Value] = set()
+    read: set[Value] = set()
+    for operation in body.operations:
+        kernel = operation.name == "pallas_call"
+        for result in operation.results:
+            if kernel or made.intersection(_in_rows(operation, result)[:1]):
+                made.add(result)
+    for operation in reversed(body.operations):
+        if operation.name == "pallas_call":
+            read.update(operation.inputs)
+        for result in read.intersection(operation.results):
+            read.update(_in_rows(operation, result))
+    return {value for value in made | read if value.local_shape and value.local_shape[-1] % _LANES}
 
 
 def _in_rows(operation: Operation, result: Value) -> list[Value]:

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from trellis.inspect import fusion
-from trellis.inspect.apart import fills_lanes
+from trellis.inspect.apart import in_lanes
 from trellis.inspect.buffers import KINDS, Buffer
 from trellis.inspect.held import Held, Room
 from trellis.inspect.moved import Moved
@@ -94,6 +94,7 @@ class _Walk:
     def __init__(self, body: Body, weights: set[Value], implied: Moved, held: bool, as_read: bool):
         self.body, self.weights, self.implied, self.held, self.as_read = body, weights, implied, held, as_read
         self.top = isinstance(body, Program)
+        self.in_lanes = in_lanes(body) if self.top and as_read else set()
         self.moved = 0  # bytes of weights that are gathered and of gradients that are summed over devices
         self.again = 0  # bytes of weights that layers which are written out gather for the backward pass
         self.loops: list[tuple[int, set[Room]]] = []  # the bytes of each one's body, and what is around it
@@ -159,8 +160,8 @@ class _Walk:
         kind = "weights in use" if value in self.weights else "temporaries"
         if kind == "temporaries" and (value.state.pending or given):
             kind = "gradients"
-        in_lanes = operation.name == "pallas_call" or self.top and self.as_read and fills_lanes(value)
-        return Room(kind, fusion.stored_bytes(value, in_lanes), value, operation)
+        filled = operation.name == "pallas_call" or value in self.in_lanes
+        return Room(kind, fusion.stored_bytes(value, filled), value, operation)
 
     def turn_back(self) -> None:
         """The backward pass begins, or goes on: what the forward pass made and it reads is there."""
