@@ -340,7 +340,7 @@ def test_a_joint_collective_is_split_over_its_axes():
     found = ledger(lambda x: jax.reshard(x, P(None, None)), placed((64, 4), ("data", "model"), None))
     assert [row.axis for row in found] == ["data,model"]
     assert found.per_axis() == {"data": 768, "model": 128} and found.total() == 896
-    assert found.total(axis="data") == found.total(axis="data,model") == 896
+    assert found.total(axis="data") == found.total(axis="data,model") == found.total(axis="model,data") == 896
     permuted = ledger(lambda x: jax.reshard(x, P(("model", "data"), None)), placed((64, 4), ("data", "model"), None))
     assert permuted.per_axis() == {"data,model": 128}
 
@@ -440,12 +440,14 @@ def test_thirds_of_two_sums_and_of_one_of_both_agree():
     [
         ({"kind": "allgather"}, "`all-gather`"),
         ({"direction": "forwards"}, "`forward`"),
+        ({"axis": "dat"}, "`data`"),
+        ({"axis": "data,modl"}, "`model`"),
     ],
 )
-def test_kinds_and_directions_that_are_none(asked, near):
+def test_kinds_axes_and_directions_that_are_none(asked, near):
     with pytest.raises(ValueError, match=f"did you mean {near}"):
-        Ledger(()).total(**asked)
-    with pytest.raises(ValueError, match="directions forward, recomputed, backward, got 'update'"):
+        Ledger((), {"data": 2, "model": 4}).total(**asked)
+    with pytest.raises(ValueError, match="of direction forward or recomputed or backward, got 'update'"):
         Ledger(()).select(direction="update")  # an optimizer's rows are forward
 
 

@@ -113,22 +113,26 @@ class Ledger:
         return len(self.rows)
 
     def select(self, *, kind: str | None = None, axis: str | None = None, direction: str | None = None) -> "Ledger":
-        """The rows of one kind, over one mesh axis (alone or jointly with others), in one direction.
+        """The rows of one kind, over one mesh axis (alone or jointly with others) or jointly over several (`"x,y"`),
+        in one direction.
 
         Raises:
-            ValueError: there is no such kind or direction.
+            ValueError: there is no such kind, mesh axis or direction.
         """
-        for word, known, what in ((kind, KINDS, "kind"), (direction, DIRECTIONS, "direction")):
+        over = axis.split(",") if axis is not None else []
+        axes = sorted({*self.mesh, *(name for row in self.rows for name in row.axes)} or over)
+        asked = [(kind, KINDS, "kind"), (direction, DIRECTIONS, "direction"), *((each, axes, "axis") for each in over)]
+        for word, known, what in asked:
             if word is not None and word not in known:
                 raise ValueError(
-                    f"a ledger's rows can only be of the {what}s {', '.join(filter(None, known))}, got {word!r}: "
+                    f"a ledger's rows can only be of {what} {' or '.join(filter(None, known))}, got {word!r}: "
                     f"{did_you_mean(word, known)}"
                 )
         rows = (
             row
             for row in self.rows
             if (kind is None or row.kind == kind)
-            and (axis is None or axis in (row.axis, *row.axes))
+            and (axis is None or axis in row.axes or set(over) == {*row.axes})
             and (direction is None or row.direction == direction)
         )
         return dataclasses.replace(self, rows=tuple(rows))
