@@ -107,6 +107,21 @@ def test_a_pending_sum_goes_through():
         np.testing.assert_allclose(np.asarray(gradient), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int32", "bool"])
+def test_a_pending_sum_of_whole_numbers_is_what_it_is_when_settled(dtype):
+    x, w = tr.full({"a": 4, "b": 8}, 3, dtype), tr.ones({"b": 8, "c": 8}, dtype)
+    uses = [lambda y: y / 2, lambda y: y * 0.5, lambda y: -y, lambda y: y.sum("c"), lambda y: y.astype("float32")]
+    with tr.Layout(make_mesh(model=8), compute={"b": "model"}), jax.numpy_dtype_promotion("standard"):
+        pending = tr.dot(x, w, over="b", settle=False)
+        for use in uses:
+            if dtype == "bool":
+                with pytest.raises(tr.PendingSumError):
+                    use(pending)
+            else:
+                found, wanted = tr.settle(use(pending)), use(tr.settle(pending))
+                assert found.dtype == wanted.dtype and found.tolist() == wanted.tolist()
+
+
 def test_policies_see_the_product():
     x, w = jnp.ones((4, 3)), jnp.ones((3, 5))
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trellis._compat import is_tracer
 from trellis.mesh.reshard import place
@@ -246,7 +247,7 @@ def negative(x) -> NamedArray:
     Gradient: elementwise; nothing moves.
     Moves: nothing.
     """
-    return _scaled(x, -1) if _pending(x) else by_name(jnp.negative, x)
+    return _scaled(x, np.array(-1).astype(_array(x).dtype)) if _pending(x) else by_name(jnp.negative, x)
 
 
 def multiply(x, y) -> NamedArray:
@@ -270,7 +271,8 @@ def divide(x, y) -> NamedArray:
     """
     if not _pending(x):
         return by_name(jnp.true_divide, x, y)
-    return _scaled(x, 1 / y)
+    like = jax.ShapeDtypeStruct((), _array(x).dtype)
+    return _scaled(x, 1 / y, jax.eval_shape(jnp.true_divide, like, like).dtype)
 
 
 def clip(x, min=None, max=None) -> NamedArray:
@@ -308,12 +310,13 @@ def astype(x, dtype) -> NamedArray:
     Moves: nothing.
 
     Raises:
-        PendingSumError: partial sums as whole numbers: each would be rounded on its own.
+        PendingSumError: partial sums as whole numbers, each of which would be rounded, or of truths, which would count.
     """
     dtype = dtype_of(dtype, "astype")
     if not isinstance(x, NamedArray):
         return x.astype(dtype)
-    x = operand(x, f"astype({dtype.name})", pending=jnp.issubdtype(dtype, jnp.inexact), keys=False)
+    linear = jnp.issubdtype(dtype, jnp.inexact) and getattr(x.array, "dtype", None) != jnp.bool_
+    x = operand(x, f"astype({dtype.name})", pending=linear, keys=False)
     return x.with_array(x.array.astype(dtype))
 
 
@@ -329,20 +332,27 @@ def _pending(*args) -> frozenset[str]:
 
 def _sum_of_pending(x, y, what: str):
     alike = isinstance(x, NamedArray) == isinstance(y, NamedArray) and _pending(x) == _pending(y)
-    if not alike or (isinstance(x, NamedArray) and x.names != y.names):
+    if not alike or _array(x).dtype == jnp.bool_ or (isinstance(x, NamedArray) and x.names != y.names):
         for a in (x, y):
             _refuse(a, f"{what}, with something that is not the same partial sum,")
     total = jnp.add(_array(x), _array(y))
     return NamedArray(total, x.names, x.slices) if isinstance(x, NamedArray) else total
 
 
-def _scaled(x, factor):
-    """Partial sums times a factor, which is held as copies, as JAX's types require."""
+def _scaled(x, factor, dtype=None):
+    """Partial sums, in another dtype if one is given, times a factor, held as copies, as JAX's types require."""
     if getattr(factor, "ndim", 0) or _pending(factor):
         _refuse(x, "multiply, by something other than a number,")
     array, factor = _array(x), _array(factor)
     state = state_of(array)
-    factor = jnp.asarray(factor, array.dtype if not hasattr(factor, "dtype") else None)
+    if array.dtype == jnp.bool_:
+        _refuse(x, "multiply, of truths,")
+    array = array if dtype is None else backend.to_type(array, dtype)
+    if not hasattr(factor, "dtype"):  # a fraction makes floats of whole numbers
+        with dtypes_of_jax((x, factor), "multiply"):
+            array = backend.to_type(array, jnp.result_type(array, factor))
+            factor = jnp.asarray(factor, array.dtype)
+    factor = jnp.asarray(factor)
     if state.mode == "manual":
         factor = jax.lax.pcast(factor, tuple(state.pending), to="reduced")
     else:

@@ -139,7 +139,7 @@ def sum(x, over: Names | None = None, *, where: NamedArray | None = None, dtype=
     refuse_others((x,), "sum")
     if not isinstance(x, NamedArray):
         return reduction(jnp.sum, x, None, dtype=dtype)
-    x = operand(x, "sum", pending=where is None, copies=False)
+    x = operand(x, "sum", pending=where is None and getattr(x.array, "dtype", None) != jnp.bool_, copies=False)
     state = state_of(x.array)
     gone = names_of(x, over, "sum")
     sliced = tuple(a for n, axes in zip(x.names, x.slices, strict=False) if n in gone for a in axes)
@@ -147,7 +147,8 @@ def sum(x, over: Names | None = None, *, where: NamedArray | None = None, dtype=
         array = jnp.sum(x.array, axis=tuple(x.index(n) for n in gone), dtype=dtype)
         return without(x, mark_pending(array, sliced) if sliced else array, gone)
     if state.pending:
-        dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+        like = jax.ShapeDtypeStruct((), x.dtype)
+        dtype = jax.eval_shape(functools.partial(jnp.sum, dtype=dtype), like).dtype  # small whole numbers in 32 bits
         wide = x.array.astype(jnp.float32 if is_narrow(x) and x.dtype == dtype else dtype)
         return without(x, jax.lax.reduce_sum(wide, tuple(x.index(n) for n in gone)).astype(dtype), gone)
     return reduction(jnp.sum, x, gone, where=where, dtype=dtype)
