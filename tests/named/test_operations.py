@@ -274,6 +274,8 @@ def test_lifting_is_one_line():
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_what_is_lifted_keeps_its_dimensions(jit):
+    small = tr.one_hot(named(jnp.array([5, -1], jnp.int8), "batch"), tr.Axis("vocab", 300))
+    np.testing.assert_array_equal(np.argwhere(np.asarray(small)), [[0, 5]])
     """Names would stand for other sizes: rows and columns of a transposed array, one difference less than numbers."""
     wrong = {
         r"got f32\[5 4\] of \(4, 5\), in turned": lambda x: tr.lift(jnp.transpose, name="turned")(x),

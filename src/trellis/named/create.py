@@ -167,6 +167,7 @@ def one_hot(ids: NamedArray, axis: Axis, dtype=jnp.float32) -> NamedArray:
         raise NamesError(
             f"one_hot must add a new dimension, got '{axis.name}' in {typeof(ids)}, in one_hot: rename one of them"
         )
+    ids = ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids  # a range in their own type may begin again
     return outer(equal, ids, arange(axis, dtype=ids.dtype)).astype(dtype)
 
 
