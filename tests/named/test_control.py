@@ -251,3 +251,5 @@ def test_categorical_follows_the_logits():
     logits = tr.named(jnp.log(jnp.array([0.2, 0.8])), "vocab").broadcast_to({"draw": 4000, "vocab": 2})
     ones = tr.random.categorical(jax.random.key(0), logits, "vocab")
     np.testing.assert_allclose(ones.astype(jnp.float32).mean().array, 0.8, atol=0.03)
+    alike = tr.random.categorical(jax.random.key(0), tr.zeros({"draw": 4000, "vocab": 2}, jnp.int32), "vocab")
+    np.testing.assert_allclose(alike.astype(jnp.float32).mean().array, 0.5, atol=0.03)

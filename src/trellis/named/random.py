@@ -247,8 +247,9 @@ def categorical(key, logits: NamedArray, over: Name) -> NamedArray:
     """
     logits = operand(logits, "random.categorical", copies=False)
     logits.index(over)
-    # In bfloat16 sums near the largest would often be equal, and the first of equal ones is taken.
-    wide = logits.astype(jnp.float32) if is_narrow(logits) else logits
+    # In bfloat16 sums near the largest would often be equal, and the first of equal ones is taken; so in whole numbers.
+    exact = jnp.issubdtype(logits.dtype, jnp.inexact) and not is_narrow(logits)
+    wide = logits if exact else logits.astype(jnp.float32)
     return argmax(wide + gumbel(key, logits.axes).astype(wide.dtype), over)
 
 
