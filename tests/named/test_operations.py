@@ -148,6 +148,10 @@ def test_several_factors_are_multiplied_in_the_order_of_the_fewest_operations(te
     assert work(lambda *given: tr.einsum(text, *given), arrays) == work(plain, [x.array for x in arrays])
     out = text.partition("->")[2].split()
     over = {n for names in factors for n in names} - set(out)
+    many, one = tr.ones({"embed": 257, "mlp": 2}, jnp.bfloat16), tr.ones({"out": 1}, jnp.bfloat16)  # 256 in bfloat16
+    for text, factors in (("embed mlp -> mlp", (many,)), ("embed mlp, out -> mlp", (many, one))):
+        wide = tr.einsum(text, *factors, preferred_element_type=jnp.float32)
+        assert wide.dtype == jnp.float32 and wide.tolist() == [257, 257]
     with tr.Layout(tr.make_mesh(d=4, m=2), params={"a": "d", "k": "m"}, compute={"b": "d", "c": "m", "j": "m"}):
         found = tr.named_jit(lambda *given: (tr.einsum(text, *given), tr.dot(*given, over=over)))(*arrays)
     for x in found:

@@ -226,13 +226,14 @@ def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bo
     check_sizes(arrays, what)
     arrays = on_one_mesh(arrays, what)
     if len(arrays) == 1:
-        return transpose(_sum_others(arrays[0], out), out)
+        found = transpose(_sum_others(arrays[0], out, dtype), out)
+        return found if dtype is None else found.astype(dtype)
     factors = dict(enumerate(arrays))
     types = tuple((x.names, tuple(x.shape.values())) for x in arrays)
     for first, second in _order(types, out):
         others = [n for at, x in factors.items() if at not in (first, second) for n in x.names]
         last, needed = len(factors) == 2, {*out, *others}
-        left, right = _sum_alone(factors[first], factors.pop(second), needed)
+        left, right = _sum_alone(factors[first], factors.pop(second), needed, dtype)
         shared = [n for n in left.names if n in right.names]
         batch = [n for n in shared if n in needed]
         order = out if last else (*batch, *free(left, shared), *free(right, shared))
@@ -261,12 +262,12 @@ def _order(types: tuple[tuple[Words, tuple[int, ...]], ...], out: Words) -> tupl
     return tuple(found)
 
 
-def _sum_alone(x: NamedArray, y: NamedArray, needed: set[str]) -> tuple[NamedArray, NamedArray]:
+def _sum_alone(x: NamedArray, y: NamedArray, needed: set[str], dtype) -> tuple[NamedArray, NamedArray]:
     """The operands, summed over names that only one of them has and nothing needs."""
-    alone = lambda a, b: _sum_others(a, tuple(n for n in a.names if n in needed or n in b.names))
+    alone = lambda a, b: _sum_others(a, tuple(n for n in a.names if n in needed or n in b.names), dtype)
     return alone(x, y), alone(y, x)
 
 
-def _sum_others(x: NamedArray, kept: Words) -> NamedArray:
+def _sum_others(x: NamedArray, kept: Words, dtype) -> NamedArray:
     gone = tuple(n for n in x.names if n not in kept)
-    return sum_over(x, gone) if gone else x
+    return sum_over(x, gone, dtype=dtype) if gone else x
