@@ -95,6 +95,18 @@ def test_in_bfloat16_sums_over_the_ring_are_float32():
     np.testing.assert_array_equal(np.asarray(found.array), want.astype(found.dtype))
 
 
+@pytest.mark.parametrize("dtype, wide, most", [("int8", None, 100), ("int16", jnp.int32, 30000)])
+def test_sums_of_whole_numbers_over_the_ring_are_whole(dtype, wide, most):
+    given = [np.random.default_rng(0).integers(-most, most, shape).astype(dtype) for shape in ((8, 16), (16, 24))]
+    x, w = tr.named(given[0], "pos embed"), tr.named(given[1], "embed mlp")
+    product = lambda x, w: tr.einsum("pos embed, embed mlp -> pos mlp", x, w, preferred_element_type=wide)
+    with layout():
+        found = product(tr.shard(x, "compute"), tr.shard(w))
+    wanted = product(x, w)
+    assert found.dtype == wanted.dtype
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+
+
 def test_products_of_one_operand_share_its_passing():
     def two(x, a, b):
         return sum(y.sum().array for y in tr.dot_each(x, (a, b), over="embed"))

@@ -227,8 +227,10 @@ def _cut(ring: Ring, moved: Moved, names: Names, x, offset: int, part: int) -> j
 
 
 def local_product(a_names: Names, a, b_names: Names, b, names: Names) -> jax.Array:
-    """A product of what is here, summed over the names that the result lacks, in float32 at least."""
+    """A product of what is here, summed over the names that the result lacks, in 32 bits at least."""
     letter = {name: chr(ord("a") + i) for i, name in enumerate(dict.fromkeys((*a_names, *b_names)))}
     text = ",".join("".join(letter[n] for n in side) for side in (a_names, b_names))
-    dtype = a.dtype if a.dtype.itemsize >= 4 else jnp.float32
+    kind = jnp.result_type(a, b)
+    wide = jnp.int32 if jnp.issubdtype(kind, jnp.integer) else jnp.float32  # which holds whole numbers up to 2**24
+    dtype = kind if kind.itemsize >= 4 else wide
     return jnp.einsum(f"{text}->{''.join(letter[n] for n in names)}", a, b, preferred_element_type=dtype)
