@@ -110,6 +110,20 @@ def test_reduction_with_a_mask_by_name():
         x.sum("b", where=mask.rename(b="c"))
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "uint8"])
+def test_the_largest_of_what_a_mask_leaves_is_in_any_dtype(dtype):
+    x = named(jnp.array([1, 0, 1], dtype), "b")
+    assert tr.max(x, where=x == 0).item() == 0 and tr.min(x, where=x == 1).item() == 1
+
+
+@pytest.mark.parametrize("spread", [tr.var, tr.std])
+def test_what_a_mask_leaves_out_has_no_part_in_a_gradient(spread):
+    mask, x = named(jnp.array([True, False, True]), "b"), named(jnp.array([1.0, jnp.inf, 3.0]), "b")
+    found, wanted = tr.grad(lambda x: spread(x, "b", where=mask))(x), tr.grad(spread)(x["b", ::2])
+    np.testing.assert_array_equal(found["b", ::2], wanted)
+    assert found["b", 1].item() == 0
+
+
 def test_functions_along_a_name():
     x = rand(a=2, b=5)
     np.testing.assert_allclose(tr.softmax(x, "a").array, jax.nn.softmax(x.array, axis=0), rtol=1e-6)

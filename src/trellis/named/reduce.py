@@ -262,7 +262,7 @@ def var(x, over: Names | None = None, *, where: NamedArray | None = None, ddof: 
     Moves: an all-reduce where a name in `over` is sliced.
     """
     known = number_of(ddof, "ddof", "var", "pass 0 or 1")
-    return reduction(jnp.var, x, over, where=where, ddof=known)
+    return reduction(_of_what_counts(jnp.var), x, over, where=where, ddof=known)
 
 
 def std(x, over: Names | None = None, *, where: NamedArray | None = None, ddof: int = 0) -> NamedArray:
@@ -273,7 +273,18 @@ def std(x, over: Names | None = None, *, where: NamedArray | None = None, ddof: 
     Moves: an all-reduce where a name in `over` is sliced.
     """
     known = number_of(ddof, "ddof", "std", "pass 0 or 1")
-    return reduction(jnp.std, x, over, where=where, ddof=known)
+    return reduction(_of_what_counts(jnp.std), x, over, where=where, ddof=known)
+
+
+def _of_what_counts(fn: Callable) -> Callable:
+    """`jnp.var` or `jnp.std` whose gradient, too, takes nothing from what a mask leaves out: JAX's is NaN everywhere if
+    that is not finite."""
+
+    @functools.wraps(fn)
+    def counted(array, where=None, **kwargs):
+        return fn(array if where is None else jnp.where(where, array, 0), where=where, **kwargs)
+
+    return counted
 
 
 def logsumexp(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
@@ -349,7 +360,8 @@ def _least(x, where, initial, sign: int, what: str):
     if initial is not None or (where is None and 0 not in np.shape(getattr(x, "array", x))):
         return initial
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return sign * jnp.inf
+        info, endless = jnp.finfo(x.dtype), np.isinf(float(np.array(np.inf, x.dtype)))  # f8_e4m3fn has NaN in its place
+        return sign * (jnp.inf if endless else float(info.max))
     if x.dtype == jnp.bool_:
         return sign > 0
     info = jnp.iinfo(x.dtype)
