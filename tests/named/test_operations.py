@@ -262,6 +262,9 @@ def test_take_is_an_embedding_lookup():
     out = tr.take(table, "vocab", ids)
     assert out.names == ("batch", "pos", "embed")
     np.testing.assert_array_equal(out.array, table.array[ids.array])
+    none = tr.zeros({"vocab": 0, "embed": 2})
+    assert tr.take(none, "vocab", ids).shape == {**ids.shape, "embed": 2} and not tr.take(none, "vocab", ids).any()
+    assert none["vocab", ids, "embed", ids].shape == ids.shape
     with pytest.raises(NamesError, match="positions cannot share other names with the table, got 'embed'"):
         tr.take(table, "vocab", ids.rename(pos="embed"))
 

@@ -1,6 +1,7 @@
 """Lookups in the notation, of plain arrays: `take("vocab/m embed, batch/d -> batch/d embed +m", table, ids)`."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -164,6 +165,7 @@ def aligned_rows(table, ids, looked_up: Names, words: tuple[Names, Names, Names]
     aligned = [n for n in rest if n in id_names]
     own = [n for n in id_names if n not in aligned]
     free = [n for n in rest if n not in aligned]
+    table = _with_a_row(table, [names.index(n) for n in looked_up])
     table = jnp.transpose(table, [names.index(n) for n in (*aligned, *looked_up, *free)])
     shape = jnp.broadcast_shapes(*(i.shape for i in ids))
     ids = [jnp.transpose(jnp.broadcast_to(i, shape), [id_names.index(n) for n in (*aligned, *own)]) for i in ids]
@@ -226,7 +228,7 @@ def rows_of(table, ids, axis: int, sharding=None, *, whole: bool = True):
         sharding: of the rows, where JAX asks for it.
         whole: whether this device has all that it looks up. If not, the compiler adds up the gradient.
     """
-    before = (slice(None),) * axis
+    before, table = (slice(None),) * axis, _with_a_row(table, [axis])
     if sharding is None:
         at = lambda table, ids: jnp.take(table, ids, axis=axis, mode="fill", fill_value=0)
     else:
@@ -237,6 +239,12 @@ def rows_of(table, ids, axis: int, sharding=None, *, whole: bool = True):
     table = vary(table, varying_axes(ids))
     in_order = _in_order(at, axis, jax.typeof(table), placed=sharding is not None)
     return in_order(from_start(ids, table.shape[axis]), table)
+
+
+def _with_a_row(table, axes: Sequence[int]):
+    """A table that has a row of zeros along these dimensions if it has none: JAX looks nothing up in such a one."""
+    more = [(0, int(i in axes and not size), 0) for i, size in enumerate(table.shape)]
+    return jax.lax.pad(table, jnp.zeros((), table.dtype), more) if any(end for _, end, _ in more) else table
 
 
 def _in_order(at, axis: int, like, *, placed: bool):
