@@ -79,6 +79,8 @@ def test_earlier_entries_win_a_mesh_axis():
 def test_tuples_are_major_to_minor_and_axes_of_size_one_drop_out():
     layout = Layout(make_mesh(replica=2, data=4, model=1), compute={"batch": ("replica", "data"), "mlp": "model"})
     assert layout.assign(("batch", "mlp")) == (("replica", "data"), ())
+    pairs = Layout(layout.mesh, compute=[["pos", ["data"]]], context=[["data", "ring"]])  # as a YAML file has them
+    assert hash(pairs) == hash(Layout(layout.mesh, compute={"pos": "data"}, context={"data": "ring"}))
 
 
 def test_layout_is_in_force_inside_with_and_nests():

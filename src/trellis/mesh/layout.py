@@ -77,7 +77,7 @@ def _pairs(entries: "Mapping | Sequence", which: str, example: str) -> tuple[tup
     items = tuple(entries.items() if isinstance(entries, Mapping) else entries)
     if other := [item for item in items if not (isinstance(item, tuple | list) and len(item) == 2)]:
         raise MeshError(f"a layout's {which} must be a map, got {other[0]!r} in it, in Layout: write {which}={example}")
-    return items
+    return tuple(map(tuple, items))
 
 
 def _read_entry(name, axes, which: str) -> Axes:
@@ -212,7 +212,7 @@ class Layout:
                 )
 
     def _check_overlap(self) -> None:
-        sliced = dict(self.compute)
+        sliced = dict(reversed(self.compute))
         for name in self.overlap:
             axes = [a for a in sliced.get(name) or () if self.mesh.shape[a] > 1]
             if name not in sliced or len(axes) > 1:
@@ -241,7 +241,7 @@ class Layout:
             self,
             params=drop(self.params),
             compute=drop(self.compute),
-            overlap=tuple(n for n in self.overlap if not set(dict(self.compute)[n]) & set(axes)),
+            overlap=tuple(n for n in self.overlap if not set(dict(reversed(self.compute))[n]) & set(axes)),
             mapped=(*self.mapped, axes) if axes else self.mapped,
         )
 
