@@ -95,6 +95,20 @@ def test_layout_is_in_force_inside_with_and_nests():
     assert current_layout() is None
 
 
+def test_a_layout_that_ends_inside_of_another_is_told():
+    def generator():
+        with Layout(make_mesh(data=8)):
+            yield
+
+    steps = generator()
+    next(steps)
+    with pytest.raises(MeshError, match=r"the end of one of \(data=4, model=2\) inside of one of \(data=8\)"):
+        with Layout(make_mesh(data=4, model=2)):
+            with pytest.raises(MeshError, match="the layout that began last must end first"):
+                next(steps)
+    assert current_layout() is None and jax.sharding.get_abstract_mesh().empty
+
+
 def test_a_map_to_an_axis_that_is_not_there():
     with pytest.raises(MeshError, match=r"got 'mlp: model' in params, where the mesh has data: use one of these"):
         Layout(make_mesh(data=8), params={"mlp": "model"})

@@ -285,7 +285,7 @@ class Layout:
             if jax.sharding.get_abstract_mesh() != self.mesh.abstract_mesh:
                 stack.enter_context(self._begun())
             stack.enter_context(_current(self))
-            _entered.stacks = [*getattr(_entered, "stacks", []), stack.pop_all()]
+            _entered.stacks = [*getattr(_entered, "stacks", []), (self, stack.pop_all())]
         return self
 
     def _begun(self) -> contextlib.AbstractContextManager:
@@ -307,7 +307,14 @@ class Layout:
             ) from error
 
     def __exit__(self, *exception) -> None:
-        _entered.stacks.pop().close()
+        layout, stack = _entered.stacks.pop()
+        stack.close()
+        if layout is not self:
+            raise MeshError(
+                f"the layout that began last must end first, got the end of one of ({mesh_text(self.mesh)}) inside of "
+                f"one of ({mesh_text(layout.mesh)}), in `with layout:`: let no generator or coroutine yield inside of "
+                "it, since what runs in the meantime is under its layout, too"
+            )
 
 
 _entered = threading.local()
