@@ -272,6 +272,17 @@ def test_muon_deals_matrices_out_over_the_largest_axis_that_divides_them():
     assert flops(on_mesh) * 4 == flops(alone)
 
 
+def test_muon_adds_its_epsilon_to_the_norms_of_matrices():
+    gradient = {"w": named(jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32), "embed mlp")}
+
+    def size(epsilon):
+        config = Muon(learning_rate=1.0, weight_decay=0.0, epsilon=epsilon)
+        optimizer = make_optimizer(config, Constant(warmup_steps=0), steps=1)
+        return jnp.abs(optimizer.update(gradient, optimizer.init(gradient), gradient)[0]["w"].array).max()
+
+    assert size(1e-8) > 0.2 and size(1e6) < 0.01
+
+
 def test_muon_refuses_a_weight_whose_sides_are_unknown():
     optimizer = make_optimizer(Muon(learning_rate=1.0), Constant(warmup_steps=0), steps=1)
     params = {"conv": named(jnp.ones((3, 4, 5)), "window in out")}

@@ -44,9 +44,7 @@ def muon(config: Muon) -> optax.GradientTransformation:
         arXiv:2502.16982.
     """
     adam = optax.scale_by_adam(config.adam_beta1, config.adam_beta2, config.epsilon)
-    matrices = optax.chain(
-        optax.trace(config.beta, nesterov=config.nesterov), _orthogonalize(config.iterations, config.update_rms)
-    )
+    matrices = optax.chain(optax.trace(config.beta, nesterov=config.nesterov), _orthogonalize(config))
 
     return by_group(lambda p: "muon" if _is_matrix(p) else "adam", {"muon": matrices, "adam": adam})
 
@@ -71,12 +69,14 @@ class _Sides:
     axes: tuple[tuple[int, ...], ...]
 
 
-def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransformation:
+def _orthogonalize(config: Muon) -> optax.GradientTransformation:
     """Replaces each matrix by the nearest orthogonal one, scaled so that its elements have the given size."""
 
     # Without momentum Optax's rule is the iteration alone, and the state that it returns is the update again.
     stack = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-    rule = scale_by_muon(ns_steps=iterations, beta=0.0, nesterov=False, weight_dimension_numbers=stack)
+    rule = scale_by_muon(
+        ns_steps=config.iterations, beta=0.0, eps=config.epsilon, nesterov=False, weight_dimension_numbers=stack
+    )
 
     def whole(update: jax.Array, sides: tuple[tuple[int, ...], ...], many: tuple[int, ...]) -> jax.Array:
         order = many + sides[0] + sides[1]
@@ -86,7 +86,7 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
         matrices = ordered.reshape(*(update.shape[a] for a in many), rows, columns)
         flat = matrices.reshape(-1, rows, columns)
         change: Any = rule.update(flat, rule.init(flat))[0]
-        result = change * (update_rms * math.sqrt(max(rows, columns)))
+        result = change * (config.update_rms * math.sqrt(max(rows, columns)))
         back = result.reshape(matrices.shape).reshape(ordered.shape)
         return back.transpose([order.index(a) for a in range(len(order))])
 
