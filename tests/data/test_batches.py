@@ -178,9 +178,13 @@ def test_batch_size_schedules(stages, first, step):
     assert sizes.steps_for(expected + sizes.at(step) - 1) == step
 
 
-def test_a_schedule_of_batch_sizes_neither_skips_nor_repeats(folder):
+@pytest.mark.parametrize(
+    "length, rows", [(8, [(0, 2), (5, 7)])] + [([(0, 8), (10**6, 16)], rows) for rows in (2, 3, 5, 7)], ids=str
+)
+def test_a_schedule_of_sizes_neither_skips_nor_repeats(folder, length, rows):
+    """The last batch is padded also if only the end of a longer row is left for it."""
     store, texts = store_of(folder, 5, 30)
-    batches = Batches(store, sequence_length=8, batch_size=[(0, 2), (5, 7)], max_epochs=1, pad_last=True)
+    batches = Batches(store, sequence_length=length, batch_size=rows, max_epochs=1, pad_last=True)
     found = [t for step in range(batches.num_steps) for t in targets_of(batches.batch(step))]
     assert np.array_equal(np.sort(found), np.sort(stream(texts)))
 

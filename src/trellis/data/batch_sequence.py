@@ -137,7 +137,8 @@ class Batches:
         if self._max_rows is None:
             return None
         whole = self.sizes.steps_for(self._max_rows)
-        return whole + (self._pad_last and self.sizes.first_row(whole) < self._max_rows)
+        (row,), _ = self.sizes.places(whole, slice(1))  # of the first sequence that is left
+        return whole + (self._pad_last and int(row) < self._max_rows)
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """The batch of `step`, or some consecutive rows of it.
