@@ -71,7 +71,7 @@ def test_compressed_tables(tmp_path, name, suffix):
 
 
 @pytest.mark.parametrize(
-    "name", [*WRITERS, "in.jsonl.gz", "in.csv.xz", "in.tar.zst", "in.jsonl.bz2", "in.txt", "lines.txt"]
+    "name", [*WRITERS, "in.jsonl.gz", "in.csv.xz", "in.tar.zst", "in.jsonl.bz2", "in.txt", "lines.txt", "one_line.txt"]
 )
 def test_reading_goes_on_from_every_block(tmp_path, name, monkeypatch):
     """The documents after a block's end are those that a fresh reader finds from there."""
@@ -82,7 +82,7 @@ def test_reading_goes_on_from_every_block(tmp_path, name, monkeypatch):
         if ending and name.endswith(ending):
             plain, suffix = name[: -len(ending)], ending
     if plain.endswith(".txt"):
-        (tmp_path / plain).write_text("\n".join(TEXTS))
+        (tmp_path / plain).write_text("a" * 500 + " " * 9 if plain == "one_line.txt" else "\n".join(TEXTS))
     else:
         WRITERS[plain](tmp_path / plain, TEXTS)
     if suffix:

@@ -87,9 +87,9 @@ def whole(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
                 at = rest.find(b"\n", PIECE_BYTES, 2 * PIECE_BYTES) + 1 or _character_end(rest, 2 * PIECE_BYTES)
             payload, rest = rest[:at], rest[at:]
             if payload:
-                end = position + at, number + payload.count(b"\n")
+                end = position + at, max(number + payload.count(b"\n"), 2)  # 1 is the first piece's alone
                 yield Block("piece", payload, name, number, end, stream.raw_position, closed=ended and not rest)
-                position, number = end[0], max(end[1], 2)
+                position, number = end
 
 
 def _character_end(data, at):
