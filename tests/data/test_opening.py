@@ -1,7 +1,9 @@
 """Other projects' formats: read as they write them, and written as they read them."""
 
+import concurrent.futures
 import json
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -59,6 +61,23 @@ def test_seqax(store, tmp_path, monkeypatch):
     assert raised.value.rule == "The path must lead to one split of a dataset." and raised.value.fix.endswith(
         "flat/train"
     )
+
+
+def test_threads_may_read_seqax_at_once(store, tmp_path, monkeypatch):
+    """As a guard reads a batch again while the next one is loaded."""
+    monkeypatch.setattr("trellis.data.store.seqax.CHUNK_TOKENS", 100)
+    convert(store, str(tmp_path / "flat"), to="seqax")
+    flat = open_store(tmp_path / "flat" / "train")
+    flat._encoded = flat._encoded[:]  # is read at once
+    begins = np.random.default_rng(0).integers(0, len(BARE) - 9, 4_000)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda begin: flat.tokens(begin, begin + 9), begins))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(np.array_equal(x, BARE[begin : begin + 9]) for x, begin in zip(found, begins, strict=True))
 
 
 def test_seqax_of_many_short_documents_counts_each_of_them_once(tmp_path):

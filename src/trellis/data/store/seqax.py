@@ -4,13 +4,13 @@ The specification is docs/flat-tokens.md of MatX-inc/seqax. Documents have no en
 a model reads 0.
 """
 
-import collections
 import warnings
 
 import numpy as np
 
 from trellis.data.store.store import Store
 from trellis.data.store.token_store import TokenStore
+from trellis.data.store.zarray import Kept
 from trellis.errors import UserError
 
 CHUNK_TOKENS, CHUNK_STARTS = 1 << 22, 1 << 20
@@ -39,7 +39,7 @@ class FlatTokens(TokenStore):
             ) from error
         self.num_tokens, self.num_documents = self._encoded.shape[0], self._starts.shape[0] - 1
         self._chunk = self._encoded.chunks[0]
-        self._kept: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+        self._chunk_values = Kept(self._decoded, KEPT_CHUNKS)
 
     def encoded(self, start: int, stop: int) -> np.ndarray:
         """Elements of `encoded_tokens`: u32."""
@@ -51,13 +51,8 @@ class FlatTokens(TokenStore):
             parts.append(self._chunk_values(index)[max(start - base, 0) : stop - base])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _chunk_values(self, index):
-        if index not in self._kept:
-            self._kept[index] = np.asarray(self._encoded[index * self._chunk : (index + 1) * self._chunk])
-            if len(self._kept) > KEPT_CHUNKS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(index)
-        return self._kept[index]
+    def _decoded(self, index):
+        return np.asarray(self._encoded[index * self._chunk : (index + 1) * self._chunk])
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         return self.encoded(start, stop) >> np.uint32(1)

@@ -139,7 +139,7 @@ class ArrayReader:
         self.dtype, self._check = np.dtype(dtype), check
         self._stored = self.dtype.newbyteorder("<")
         self._checked: set[int] = set()
-        self._kept = _Kept(self.chunk_values, keep) if keep else None
+        self._kept = Kept(self.chunk_values, keep) if keep else None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Elements start..stop-1, read-only."""
@@ -191,7 +191,7 @@ class ArrayReader:
         return DamagedChunk(f"{self._folder.url}/{self.name}/c/{index}", seen, self.name, index)
 
 
-class _Kept:
+class Kept:
     """The latest `size` results of a function; threads that ask for the same result at once wait for one call."""
 
     def __init__(self, function, size: int):
