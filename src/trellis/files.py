@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import secrets
 import shlex
 import sys
 from collections.abc import Callable, Generator
@@ -98,8 +99,9 @@ def drop_output(stream: TextIO) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that exists whole or not at all: under another name first, then renamed."""
-    part = path.with_name(f".{path.name}.part")
+    """Writes a file that exists whole or not at all: under another name first, then renamed. Of several that write it
+    at once the last one stays."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with naming(path), open(part, "w", encoding="utf-8") as file:
             file.write(text)

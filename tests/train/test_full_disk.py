@@ -144,6 +144,19 @@ def test_an_error_about_a_file_that_is_open_names_it(tmp_path, monkeypatch, numb
     assert isinstance(explain(error.value, GOOD), RunStopped), "and no traceback"
 
 
+def test_of_two_that_write_a_file_at_once_the_last_one_stays(tmp_path, monkeypatch):
+    """Two runs keep what they measured of their machine; `trellis report` while a run writes its own."""
+
+    def beside(_):
+        monkeypatch.undo()
+        write_whole(tmp_path / "report.html", "a second one")
+        assert (tmp_path / "report.html").read_text() == "a second one"
+
+    monkeypatch.setattr(os, "fsync", beside)
+    write_whole(tmp_path / "report.html", "first")
+    assert (tmp_path / "report.html").read_text() == "first" and len([*tmp_path.iterdir()]) == 1
+
+
 def test_the_fix_of_a_stop_says_what_the_same_command_does(tmp_path):
     full = OSError(28, "No space left on device", "a/metrics.jsonl")
     fix = lambda: explain(full, told_of_last_good(tmp_path / "checkpoints")).fix
