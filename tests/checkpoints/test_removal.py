@@ -1,8 +1,10 @@
 """Old checkpoints are removed, and nothing else."""
 
+import pathlib
 import shutil
 
 import jax.numpy as jnp
+import pytest
 
 from trellis.checkpoints.checkpoints import MANIFEST, Checkpoints
 
@@ -24,6 +26,22 @@ def test_a_checkpoint_that_was_moved_and_linked_stays_where_it_is(tmp_path):
     saved.path(1).symlink_to(tmp_path / "not mounted")
     with Checkpoints(folder) as saved:
         assert saved.steps() == [2] and saved.path(1).is_symlink()
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(tmp_path, monkeypatch):
+    state = {"x": jnp.ones(4)}
+    with Checkpoints(tmp_path) as saved:
+        saved.save(1, state)
+        saved.save(2, state)
+        saved.wait()
+
+        def refuse(path, *_, **__):
+            raise OSError(24, "Too many open files", str(path))
+
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="Too many open files"):
+            patched.setattr(pathlib.Path, "read_text", refuse)
+            saved.restore(state)
+        assert saved.steps() == [1, 2] and saved.restore(state).step == 2
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_a_run(tmp_path, monkeypatch):

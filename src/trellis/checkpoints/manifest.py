@@ -94,8 +94,9 @@ def read_manifest(folder: Path) -> dict:
     """A checkpoint's manifest.
 
     Raises:
-        DamagedCheckpoint: the manifest cannot be read.
+        DamagedCheckpoint: it is none, or is gone.
         UserError: another version of Trellis wrote it.
+        OSError: the system refuses to read it, as where too many files are open: it may be whole.
     """
     path = folder / MANIFEST
     try:
@@ -110,7 +111,7 @@ def read_manifest(folder: Path) -> dict:
                 fix="use the version that wrote it, or move the checkpoint away to continue after the one before it",
             )
         return manifest
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
         raise DamagedCheckpoint(f"{path}: {type(error).__name__}: {error}") from error
 
 
