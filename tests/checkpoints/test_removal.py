@@ -1,5 +1,6 @@
-"""Old checkpoints are removed, and nothing else."""
+"""Old checkpoints are removed, and nothing else; and what a new one has before that."""
 
+import os
 import pathlib
 import shutil
 
@@ -26,6 +27,23 @@ def test_a_checkpoint_that_was_moved_and_linked_stays_where_it_is(tmp_path):
     saved.path(1).symlink_to(tmp_path / "not mounted")
     with Checkpoints(folder) as saved:
         assert saved.steps() == [2] and saved.path(1).is_symlink()
+
+
+def test_the_disk_has_all_files_before_their_manifest(tmp_path, monkeypatch):
+    """Else a loss of power leaves a manifest of files that are empty, and the one before may be removed."""
+    settled, settle = [], os.fsync
+
+    def noted(descriptor):
+        settled.append(os.fstat(descriptor).st_ino)
+        settle(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    (tmp_path / "run.yaml").write_text("steps: 3")
+    with Checkpoints(tmp_path / "checkpoints", copy=(tmp_path / "run.yaml",)) as saved:
+        saved.save(3, {"x": jnp.ones(4)})
+    files = [path for path in saved.path(3).rglob("*") if path.is_file()]
+    assert len(files) > 5 and {path.stat().st_ino for path in files} <= {*settled}
+    assert settled[-1] == (saved.path(3) / MANIFEST).stat().st_ino
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(tmp_path, monkeypatch):

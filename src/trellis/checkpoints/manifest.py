@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import time
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trellis.errors import UserError
-from trellis.files import write_json
+from trellis.files import naming, write_json
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-(\d{8,})")  # of a checkpoint's folder
@@ -30,20 +31,33 @@ def finished_steps(folder: Path) -> list[int]:
     return sorted(int(m[1]) for m in found if m and (folder / m[0] / MANIFEST).exists())
 
 
-def checksum(path: Path) -> list[int]:
-    """A file's size in bytes and its CRC-32, read in pieces of 4 MiB."""
+def checksum(path: Path, *, settle: bool = False) -> list[int]:
+    """A file's size in bytes and its CRC-32, read in pieces of 4 MiB; to `settle` it, the disk must have it first."""
     crc = size = 0
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
+        if settle:
+            _settle(file.fileno())
         while piece := file.read(_CHUNK):
             crc = zlib.crc32(piece, crc)
             size += len(piece)
     return [size, crc]
 
 
+def _settle(descriptor: int) -> None:
+    """Returns when the disk has what was written to a file: after a loss of power a manifest must not be newer than
+    what it lists. Some file systems do that only for whoever writes."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL):
+            raise
+
+
 def write_checksums(folder: Path, process: int) -> None:
     """Records the checksums of the files that this process wrote in `folder/checksums-PROCESS.json`.
 
-    Each process of a run reads back only its own files. Process 0 also takes those that belong to no process.
+    Each process of a run reads back only its own files, once the disk has them. Process 0 also takes those that belong
+    to no process.
     """
     mine = f"state/ocdbt.process_{process}/"
     files = {}
@@ -52,7 +66,7 @@ def write_checksums(folder: Path, process: int) -> None:
         if name.startswith((".", "checksums-")) or name == MANIFEST:
             continue
         if name.startswith(mine) or (process == 0 and not name.startswith("state/ocdbt.process_")):
-            files[name] = checksum(path)
+            files[name] = checksum(path, settle=True)
     write_json(folder / f"checksums-{process}.json", files)
 
 
