@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from tests.train.toy import mesh_of, run_of, toy
 from trellis.errors import UserError
 from trellis.run import config
 from trellis.run.config import Evaluation
+from trellis.train import loop
 from trellis.train.compilation import CompiledStep, use_persistent_cache
 from trellis.train.drain import Drain
 from trellis.train.loop import Feed, train
@@ -61,9 +63,17 @@ def losses(folder):
     return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
 
 
-def test_a_run_that_is_asked_to_samples_at_each_evaluation(tmp_path, mesh):
+def test_a_run_that_is_asked_to_samples_at_each_evaluation(tmp_path, mesh, monkeypatch):
     run = dataclasses.replace(EVERY, evaluation=dataclasses.replace(EVERY.evaluation, sample=True))
-    train(*toy(mesh, run), tmp_path)
+    told: list[int] = []
+    noted = types.SimpleNamespace(
+        log=lambda line: told.append(line["step"]), text=lambda _, step, __: told.append(step), close=lambda: None
+    )
+    opened = loop.open_trackers
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "open_trackers", lambda *args, **how: [*opened(*args, **how), noted])
+        train(*toy(mesh, run), tmp_path)
+    assert told == sorted(told), "Weights & Biases drops what is of an earlier step than it has heard of"
     samples = [(sample["step"], sample["text"]) for sample in read_lines(tmp_path / "samples.jsonl", str)]
     assert samples == [(step, f"a sample after {step} steps") for step in (5, 10, 12)]
     train(*toy(mesh, run), tmp_path / "paused", until=5)

@@ -313,6 +313,7 @@ class _Loop:
                 if run.evaluation.sample and made < run.steps:
                     self._owed = exit_code is not None  # whoever sends a signal may not wait for a text
                     if not self._owed:
+                        self._handle(self._drain.flush(), certain=made)  # trackers want steps in their order
                         self._sample(state, made)
                         self._drain.excuse()
             self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
