@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 import types
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.train.toy import mesh_of, run_of, toy
+from trellis.checkpoints.checkpoints import Checkpoints
 from trellis.errors import UserError
 from trellis.run import config
 from trellis.run.config import Evaluation
@@ -256,6 +258,25 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_resumes(tmp_path, mesh
     assert again.exit_code == 0
     for a, b in zip(raw(again.state), raw(whole.state), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_second_interrupt_does_not_wait_for_the_checkpoint_under_way(tmp_path, mesh, monkeypatch):
+    assembled, feed = toy(mesh, run_of(12))
+    go, finish, finished = threading.Event(), Checkpoints._finish, []
+
+    def slow(*args):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        finished.append(go.wait(9))
+        finish(*args)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(sys, "unraisablehook", sys.unraisablehook)  # is set by the second one
+        patched.setattr(Checkpoints, "_finish", slow)
+        train(assembled, signalled(feed, 7, signal.SIGINT), tmp_path, progress=quiet())
+    assert not finished
+    go.set()
+    next(thread for thread in threading.enumerate() if thread.name == "checkpoint 8").join()
+    assert train(assembled, feed, tmp_path, progress=quiet()).step == 12
 
 
 def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(tmp_path, mesh):

@@ -143,6 +143,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._held: int | None = None
+        self._left = False
         tell_once()
         if jax.process_index() == 0 and not read_only:
             make(self.folder)
@@ -224,8 +225,14 @@ class Checkpoints:
             failure, self._failure = self._failure, None
             raise failure
 
+    def leave(self) -> None:
+        """Waits for nothing from here on: the process is to end at once, without the checkpoint under way."""
+        self._thread, self._left = None, True
+
     def close(self) -> None:
         """Finishes the checkpoint under way and releases its threads."""
+        if self._left:
+            return
         try:
             self.wait()
         finally:

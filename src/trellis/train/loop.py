@@ -153,6 +153,8 @@ def train(
             loop = _Loop(assembled, feed, folder, saved, signals, until, compiled, pace)
             return loop.go(work, progress, first_collective)
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):  # the second
+                saved.leave()
             told = explain(error, _last_good(saved, others_live=jax.process_count() == 1))
             if jax.process_count() > 1 and not isinstance(told, StoppedTogether):
                 leave_at_once(told)
