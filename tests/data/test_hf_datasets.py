@@ -63,6 +63,12 @@ def test_filters_see_every_field(tmp_path, stored):
     assert np.array_equal(store.tokens(0, store.num_tokens), stream(TEXTS[:5]))
 
 
+def test_a_field_whose_own_name_has_the_dots_comes_first(tmp_path):
+    both = datasets.Dataset.from_dict({"a": [{"b": text[::-1]} for text in TEXTS], "a.b": TEXTS})
+    store = tokenize(DatasetSource(dataset=both, name="both", field="a.b"), tmp_path / "out", **OPTIONS)
+    assert np.array_equal(store.tokens(0, store.num_tokens), stream(TEXTS))
+
+
 @pytest.mark.parametrize(
     ("spec", "seen", "fix"),
     [

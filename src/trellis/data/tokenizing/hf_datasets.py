@@ -44,10 +44,9 @@ class DatasetSource:
         """Blocks of records from `start` on."""
         dataset = self.dataset
         if not all_fields:
-            names = getattr(dataset, "column_names", None)
-            column = self.text_field.split(".")[0]
-            if names and column in names:
-                dataset = dataset.select_columns([column])
+            names, wanted = getattr(dataset, "column_names", None), (self.text_field, self.text_field.split(".")[0])
+            if columns := [name for name in names or () if name in wanted]:
+                dataset = dataset.select_columns(columns)
         if start[0]:
             dataset = dataset.skip(start[0])
         yield from in_blocks(iter(dataset), self.name, start[0], lambda: 0)
