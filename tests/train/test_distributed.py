@@ -74,6 +74,8 @@ def test_clusters_are_found(env, options, expected):
         ({}, {"coordinator": "h:1", "processes": 1, "process": 0}, "must be 2 or more", "leave the options out"),
         ({}, {"coordinator": "h:1", "processes": 0, "process": 0}, "must be 2 or more", "leave the options out"),
         (OMPI, {}, "need an address at which they find each other", "with the host of rank 0"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, {}, "must be whole numbers", "or unset OMPI_COMM_WORLD_RANK"),
+        ({**SLURM, "SLURM_NTASKS": ""}, {}, "must be whole numbers", "or unset SLURM_NTASKS"),
     ],
 )
 def test_wrong_options_are_refused(env, options, rule, fix):

@@ -49,7 +49,7 @@ def detect(
     """
     options = {"coordinator": coordinator, "processes": processes, "process": process}
     if processes is None and process is None and "OMPI_COMM_WORLD_SIZE" in env:
-        processes, process = int(env["OMPI_COMM_WORLD_SIZE"]), int(env["OMPI_COMM_WORLD_RANK"])
+        processes, process = _count(env, "OMPI_COMM_WORLD_SIZE"), _count(env, "OMPI_COMM_WORLD_RANK")
         if processes == 1:
             return None
         if coordinator is None and "OMPI_MCA_orte_hnp_uri" in env:
@@ -63,7 +63,8 @@ def detect(
             )
     if coordinator is not None or options["processes"] is not None or options["process"] is not None:
         return _from_options(coordinator, processes, process)
-    if int(env.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in env and "SLURM_PROCID" in env:
+    in_step = {"SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= env.keys()
+    if in_step and _count(env, "SLURM_NTASKS") > 1:
         found: dict[str, Any] = {"cluster_detection_method": "slurm"}
         devices = _slurm_devices(env)
         return found | ({"local_device_ids": devices} if devices else {})
@@ -209,6 +210,18 @@ def _from_options(coordinator: str | None, processes: int | None, process: int |
     }
 
 
+def _count(env: Mapping[str, str], name: str) -> int:
+    """The number in a variable of a cluster's."""
+    if not re.fullmatch("[0-9]+", text := env.get(name, "")):
+        raise UserError(
+            "What a cluster says of its processes must be whole numbers.",
+            seen=f"{name}={text!r}",
+            where="the environment",
+            fix=f"start the processes as the cluster does, or unset {name}",
+        )
+    return int(text)
+
+
 def _slurm_devices(env: Mapping[str, str]) -> list[int] | None:
     """This task's share of the node's GPUs; None if SLURM does not say, or has bound them to the task itself.
 
@@ -221,5 +234,5 @@ def _slurm_devices(env: Mapping[str, str]) -> list[int] | None:
     if len(tasks) != 1 or not gpus.isdigit() or "SLURM_LOCALID" not in env:
         return None
     share, rest = divmod(int(gpus), tasks.pop())
-    local = int(env["SLURM_LOCALID"])
+    local = _count(env, "SLURM_LOCALID")
     return list(range(local * share, (local + 1) * share)) if share and not rest else None
