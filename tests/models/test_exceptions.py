@@ -31,3 +31,12 @@ def test_a_scale_in_float32_scales_in_float32():
         assert norm(x).dtype == jnp.bfloat16 and (norm(x).array == exact.array).mean() == 1
         narrow = jax.tree.map(lambda y: y.astype(jnp.bfloat16), norm)
         assert (narrow(x).array == exact.array).mean() < 0.9
+
+
+def test_a_scale_around_zero_is_as_fine_in_sixteen_bits():
+    """Around 1 the next number is 1.0078."""
+    x = tr.random.normal(jax.random.key(0), {"batch": 8, "embed": 64}).astype("bfloat16")
+    scale = tr.full({"embed": 64}, 0.003)
+    exact = nn.RMSNorm(scale, 1e-6, 1.0)(x.astype("float32")).astype("bfloat16")
+    found = nn.RMSNorm(scale.astype("bfloat16"), 1e-6, 1.0)(x)
+    assert found.dtype == jnp.bfloat16 and (found.array == exact.array).mean() > 0.98

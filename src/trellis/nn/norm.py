@@ -14,8 +14,8 @@ class RMSNorm(eqx.Module):
     """Root-mean-square norm (Zhang and Sennrich, 2019, arXiv:1910.07467): `x / rms(x) * scale`, over the names of the
     scale. Where a mesh axis slices one of them, the mean square is summed over it.
 
-    With a `center` the factor is `center + scale`, added in float32: a scale in 16 bits is finer around 0 than around
-    1.
+    With a `center` the factor is `center + scale`, added and multiplied in float32: a scale in 16 bits is finer around
+    0 than around 1.
     """
 
     scale: Scale
@@ -31,7 +31,7 @@ class RMSNorm(eqx.Module):
         wide = in_type(x, jnp.float32)
         wide = wide * rsqrt((wide * wide).mean(self.scale.names) + self.eps)
         scale = self.scale.astype(jnp.float32) + self.center if self.center else self.scale
-        own = type_of_all(x.array.dtype, self.scale.array.dtype)
+        own = type_of_all(x.array.dtype, scale.array.dtype)
         return in_type(in_type(wide, own) * in_type(scale, own), x.array.dtype)
 
 
