@@ -81,3 +81,16 @@ def test_yarn_keeps_a_single_frequency(truncate):
     """It is the highest, of which YaRN stretches none."""
     scaling = nn.YarnScaling(factor=4.0, original_context=2048, truncate=truncate)
     assert rope.frequencies(2, 1e4, scaling).tolist() == [1.0]
+
+
+def test_what_is_not_rotated_is_not_scaled():
+    """As in transformers, with `partial_rotary_factor`."""
+    scaling, x = nn.YarnScaling(factor=8.0, original_context=64), tr.ones({"pos": 3, "head_dim": 6})
+    tables = lambda size, pairs: nn.rotary_tables(
+        tr.arange(tr.Axis("pos", 3)), tr.Axis("head_dim", size), 1e4, scaling, pairs=pairs
+    )
+    found = nn.rotate(x, tables(6, 4), pairs=True).array
+    wanted = nn.rotate(tr.ones({"pos": 3, "head_dim": 4}), tables(4, 4), pairs=True).array
+    np.testing.assert_allclose(found[:, :4], wanted, rtol=1e-6)
+    np.testing.assert_array_equal(found[:, 4:], 1)
+    np.testing.assert_array_equal(nn.rotate(x, tables(6, 0), pairs=True).array, 1)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -158,7 +158,7 @@ def frequencies(size: int, theta: float, scaling: Scaling | None = None) -> np.n
     if not theta > 0:
         raise NamesError(f"theta must be more than 0, got theta={theta}, in frequencies: use 1e4, or more")
     plain = theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
-    return plain if scaling is None else scaling(plain)
+    return plain if scaling is None or not size else scaling(plain)
 
 
 def rotary_tables(
@@ -196,10 +196,14 @@ def rotary_tables(
     else:
         rates = np.zeros(head_dim.size)  # no turn is an angle of 0
         rates[:pairs] = np.repeat(frequencies(pairs, theta, scaling), 2)
-    rates = NamedArray(jnp.asarray(rates, jnp.float32), (head_dim.name,))
-    angles = _for_use(outer(multiply, positions.astype(jnp.float32), rates))
-    magnitude = 1.0 if scaling is None else scaling.magnitude
-    return (cos(angles), sin(angles)) if magnitude == 1 else (cos(angles) * magnitude, sin(angles) * magnitude)
+    in_place = lambda numbers: NamedArray(jnp.asarray(numbers, jnp.float32), (head_dim.name,))
+    angles = _for_use(outer(multiply, positions.astype(jnp.float32), in_place(rates)))
+    grown: Any = 1.0 if scaling is None else scaling.magnitude
+    if grown == 1:
+        return cos(angles), sin(angles)
+    if (rates == 0).any():  # what is not rotated stays as it is
+        grown = in_place(np.where(rates == 0, 1.0, grown))
+    return cos(angles) * grown, sin(angles) * grown
 
 
 def _for_use(angles: NamedArray) -> NamedArray:
