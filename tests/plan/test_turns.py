@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from tests.plan.plain import Config, abstract_mesh, traced
 from trellis.hardware.chips import target
@@ -13,6 +15,7 @@ from trellis.plan.links import links_of
 from trellis.plan.quick import quick_plan
 from trellis.plan.roofline import times
 from trellis.plan.turns import Sent, turns_of, waits
+from trellis.program import trace
 from trellis.recipes import load_run
 
 BOTH = ["gathers", "reductions"]
@@ -70,6 +73,16 @@ def test_loops_are_those_of_layers():
             assert row.number < row.read <= home.last
         else:
             assert home.first <= row.made < row.number
+
+
+def test_the_branch_that_computes_most_counts_with_all_turns_of_its_loops():
+    def either(i, x, w):
+        long = lambda x: lax.scan(lambda x, _: (x @ w, None), x, length=100)[0]
+        wide = lambda x: (x @ jnp.tile(w, (1, 2)))[:, :64]
+        return lax.cond(i, long, wide, x)
+
+    pieces = work(trace(either, jnp.bool_(True), jnp.ones((64, 64)), jnp.ones((64, 64))))
+    assert sum(piece.flops * piece.times for piece in pieces) == 100 * 2 * 64**3
 
 
 def test_in_loops_only_what_a_turn_computes_before_hides_a_gather():

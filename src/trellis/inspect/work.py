@@ -134,7 +134,7 @@ def _pieces(body: Body, load: float, kind: str) -> Iterator[Piece]:
             pieces = [dataclasses.replace(piece, times=piece.times * turns) for piece in inside[1]]
             yield from _looped(pieces) if turns else ()
         elif inside:
-            yield from max(inside, key=lambda pieces: sum(piece.flops + piece.vector for piece in pieces))
+            yield from max(inside, key=lambda pieces: sum(p.times * (p.flops + p.vector) for p in pieces))
         elif name in PRODUCTS:
             yield _product(operation, load)
         elif name in KERNELS:
