@@ -39,3 +39,10 @@ def test_kept_rows_are_of_tokens_where_kernels_gather_them(on, rows):
     m, tokens = run.model, run.batch_size * run.data.sequence_length / 64 / run.parts
     more = 2.0 * m.layers * tokens * (rows * m.embed - m.experts_per_token * m.mlp)
     assert given - gates == pytest.approx((1 + FRAGMENTATION) * more)
+
+
+def test_the_unembedding_is_multiplied_by_whether_it_is_the_table_or_not():
+    run = load_run("llama_84m")
+    of = lambda tied: dataclasses.replace(run, model=dataclasses.replace(run.model, tie_embeddings=tied))
+    tied, own = (sketch(of(tied), target("1xH100"), {}) for tied in (True, False))
+    assert tied.seconds == pytest.approx(own.seconds) and tied.peak < own.peak

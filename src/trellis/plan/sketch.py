@@ -66,6 +66,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     links: Links = links_of(there or {"data": 1}, target)
     chip, m = target.chip, run.model
     blocks, experts, tables, block = weight_counts(m)
+    head = tables if m.tie_embeddings else tables / 2
     expert_y, per_token = sizes.get("expert_y", 1), m.experts_per_token
     expert = expert_y * sizes.get("expert", 1)
     active = experts * per_token / m.experts
@@ -95,7 +96,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     length = run.data.sequence_length
     seen = keys_seen(m, length)
     attention = 6.0 * attention_width(m) * seen * tokens
-    flops = ((6 + 2 * again) * (blocks + tables / 2) + (6 + 2 * gates_again) * active) * tokens / devices
+    flops = ((6 + 2 * again) * (blocks + head) + (6 + 2 * gates_again) * active) * tokens / devices
     narrow = max(1.0, 128 / (m.mlp / model))
     # A kernel's backward pass recomputes scores: once on GPUs, for queries and for keys on TPUs. Named results stay.
     kernel_again = 0.0 if run.remat.policy in ("none", "saved", "offload") else 1.0
@@ -156,5 +157,5 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     kept = gathered + 2.0 * width * m.layers * local / parts * (min(parts, 2 * stages) if stages > 1 else 1)
     accumulated = (8.0 if once else 8.0 / ways) * (of_stage + tables) / model if parts > 1 else 0.0
     rows = local * stages / parts
-    working = 4.0 * block / model / expert * 2 + 6.0 * tables / 2 / model + 2.0 * 8 * rows * m.embed + whole
+    working = 4.0 * block / model / expert * 2 + 6.0 * head / model + 2.0 * 8 * rows * m.embed + whole
     return Sketch(seconds, state + (1 + FRAGMENTATION) * (kept + accumulated + working))
