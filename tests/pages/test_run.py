@@ -227,6 +227,11 @@ def test_curves_keep_their_place():
     assert heights == sorted(heights) and 0 < heights[0] < heights[-1] < 100
 
 
+def test_tokens_are_counted_in_billions():
+    drawn = str(draw(Chart("Loss", (Series("training", [2.0, 1.0]),)), [0, 2_000_000_000], 0))
+    assert re.findall(r">([^<>]+)</span>", drawn)[-5:] == ["0", "500M", "1B", "1.5B", "2B"]
+
+
 def test_a_logarithmic_scale_leaves_out_what_it_cannot_show():
     chart = Chart("Gradient norm", (Series("norm", [100.0, 0.0, 1.0]),), log=True)
     path = re.search(r'<path d="([^"]*)" class="curve s0"', draw(chart, [1, 2, 3], 0))[1]

@@ -192,10 +192,12 @@ def _label(chart: Chart, value: float) -> str:
 
 
 def _round(value: float) -> str:
-    """A round number without the zeros that `count` would write: `0.2`, `500`, `12k`, `1.5M`."""
-    text = count(value) if abs(value) >= 1000 else f"{value:g}"
-    number, suffix = text.rstrip("kMGTP"), text.lstrip("-0123456789.")
-    return f"{float(number):g}{suffix}"
+    """A round number without the zeros that `count` would write: `0.2`, `500`, `12k`, `1.5B`."""
+    if abs(value) < 1000:
+        return f"{value:g}"
+    text = count(value)
+    suffix = text.lstrip("-0123456789.")
+    return f"{float(text.removesuffix(suffix)):g}{suffix}"
 
 
 def _short(value: float | None) -> float | None:

@@ -8,9 +8,9 @@ JS = """
   const short = (v, digits) => {
     if (v === null) return '–';
     if (digits === null) {
-      const units = ['', 'k', 'M', 'G', 'T'];
+      const units = ['', 'k', 'M', 'B', 'T'];
       let i = 0;
-      while (Math.abs(v) >= 1000 && i < 4) { v /= 1000; i++; }
+      while (Math.abs(v) >= 999.5 && i < 4) { v /= 1000; i++; }
       return v.toPrecision(3) + units[i];
     }
     return v !== 0 && Math.abs(v) < 0.01 ? v.toExponential(2) : v.toFixed(digits);
