@@ -49,7 +49,7 @@ def _settle(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EBADF, errno.EINVAL):
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise
 
 

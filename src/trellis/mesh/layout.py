@@ -6,6 +6,7 @@ import functools
 import math
 import threading
 from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -78,6 +79,11 @@ def _pairs(entries: "Mapping | Sequence", which: str, example: str) -> tuple[tup
     if other := [item for item in items if not (isinstance(item, tuple | list) and len(item) == 2)]:
         raise MeshError(f"a layout's {which} must be a map, got {other[0]!r} in it, in Layout: write {which}={example}")
     return tuple(map(tuple, items))
+
+
+def _by_name(entries: Any) -> dict[str, Axes]:
+    """The mesh axes of each name: of several entries for one the first counts."""
+    return dict(reversed(entries))
 
 
 def _read_entry(name, axes, which: str) -> Axes:
@@ -212,7 +218,7 @@ class Layout:
                 )
 
     def _check_overlap(self) -> None:
-        sliced = dict(reversed(self.compute))
+        sliced = _by_name(self.compute)
         for name in self.overlap:
             axes = [a for a in sliced.get(name) or () if self.mesh.shape[a] > 1]
             if name not in sliced or len(axes) > 1:
@@ -241,7 +247,7 @@ class Layout:
             self,
             params=drop(self.params),
             compute=drop(self.compute),
-            overlap=tuple(n for n in self.overlap if not set(dict(reversed(self.compute))[n]) & set(axes)),
+            overlap=tuple(n for n in self.overlap if not set(_by_name(self.compute)[n]) & set(axes)),
             mapped=(*self.mapped, axes) if axes else self.mapped,
         )
 
