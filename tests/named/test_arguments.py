@@ -18,6 +18,14 @@ WRONG = {
     "a count that is an axis": (lambda: tr.top_k(X, "embed", tr.Axis("k", 2)), r"top_k takes a whole number, got .*k"),
     "a count with a fraction": (lambda: tr.split(X, "embed", 2.5), r"split takes a whole number, got 2\.5, .* split"),
     "sizes of parts": (lambda: X.split_axis("embed", {"a": "b", "c": 2}), r"split_axis takes a whole number, got 'b'"),
+    "parts of less than none": (
+        lambda: X.split_axis("embed", {"a": -2, "b": -3}),
+        r"must multiply to its size, got 'a=-2 b=-3' for embed=6",
+    ),
+    "tens of whole numbers": (
+        lambda: tr.round(WHOLE, -1),
+        r"got i32\[batch=4\] in round \(integer np\.round not implemented for decimals < 0\): cast",
+    ),
     "widths without names": (lambda: tr.pad(X, 2), r"pad takes a dict with names as keys, got 2, in pad: .*\{'pos'"),
     "one width": (lambda: tr.pad(X, {"embed": 1}), r"pad takes names, got 1, in pad: write pad"),
     "the order in roll": (lambda: tr.roll(X, "embed", "embed"), r"roll takes a whole number, got 'embed'"),
@@ -148,6 +156,10 @@ WRONG = {
         lambda: WHOLE.at["batch", 0].set(2**40),
         r"got i32\[batch=4\] and 1099511627776 in at\[...\].set: pass one that is",
     ),
+    "an update out of a small range": (
+        lambda: WHOLE.astype("uint8").at["batch", 0].set(-1),
+        r"got u8\[batch=4\] and -1 in at\[...\].set: pass one that is",
+    ),
     "padding out of range": (
         lambda: tr.pad(WHOLE.astype("uint8"), {"batch": (1, 0)}, value=300),
         r"got u8\[batch=4\] and 300 in pad: pass one that is",
@@ -213,6 +225,7 @@ def test_a_fraction_among_whole_numbers_is_not_cut_off(what):
 
 
 def test_truths_and_whole_numbers_are_numbers():
+    assert WHOLE.astype("uint8").at["batch", 0].set(9).at["batch", 0].subtract(2).tolist() == [7, 0, 0, 0]
     assert tr.pad(WHOLE == 0, {"batch": (1, 1)}).tolist() == [False, True, True, True, True, False]
     assert not (WHOLE > 0).max(initial=0).item()
     assert X.at["batch", 0].set(True).sum().item() == 6.0

@@ -88,7 +88,8 @@ _REFUSALS = (
     r"does not accept|must be integers|requires ndarray|not inexact|not compatible with finfo|complex value|"
     r"complex(?:-valued)? inputs|Invalid integer data type|no available implicit dtype promotion|"
     r"Cannot interpret 'key|is not a valid dtype for JAX|Unsupported dtype|do(?:es)? not accept dtypes|"
-    r"cannot be raised to negative|must have a floating dtype|must be a float|only accepts integer dtypes"
+    r"cannot be raised to negative|must have a floating dtype|must be a float|only accepts integer dtypes|"
+    r"not implemented for decimals"
 )
 _OF_A_DTYPE = re.compile(f"{_WORDS}(?:{_REFUSALS}){_WORDS}")
 
@@ -107,7 +108,7 @@ def dtypes_of_jax(args, what: str, fix: str = "cast with .astype") -> Generator[
             f"a number must be in the range of the dtype that it is given, got {' and '.join(map(shown, args))} in "
             f"{what}: pass one that is"
         ) from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         if not (said := _OF_A_DTYPE.search(str(error))):
             raise
         refuse_keys(args, what)

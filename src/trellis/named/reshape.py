@@ -93,9 +93,10 @@ def split_axis(x: NamedArray, name: Name, into: Mapping[str, int] | Sequence[Axi
     into = {name_of(n, "split_axis"): count_of(s, "split_axis", fix) for n, s in parts_of.items()}
     refuse_dealt((name, *into), "split_axis", x)
     known = math.prod(s for s in into.values() if s != -1)
+    negative = any(s < -1 for s in into.values())
     unknown = [n for n, s in into.items() if s == -1]
     divides = size % known == 0 if known else size == 0
-    if not into or len(unknown) > 1 or (not divides if unknown else size != known):
+    if not into or negative or len(unknown) > 1 or (not divides if unknown else size != known):
         shown = " ".join(n if s == -1 else f"{n}={s}" for n, s in into.items())
         raise NamesError(
             f"the parts of a dimension must multiply to its size, got '{shown}' for {name}={size} in {typeof(x)}: "

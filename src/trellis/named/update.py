@@ -170,6 +170,9 @@ class _Update:
                 f"an update takes a number or a named array, got {typeof(value)}, in {self.what}: name its dimensions"
             )
         keeps_dtype(value, x, "an update", self.what)
+        if isinstance(value, int):  # which JAX would take modulo the dtype's range; what is subtracted comes below 0
+            with dtypes_of_jax((x, value), self.what):
+                jnp.asarray(~value if method == "add" and value < 0 else value, x.dtype)
         if method == "divide" and not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeMismatch(
                 f"an update must keep the dtype of its array, got a quotient for {typeof(x)}, in {self.what}: cast the "
