@@ -148,6 +148,10 @@ def test_dot_and_einsum():
     assert chain.names == ("out", "batch", "pos")
     np.testing.assert_allclose(chain.array, np.einsum("bpe,em,mo->obp", x.array, w.array, v.array), rtol=1e-4)
     np.testing.assert_allclose(tr.einsum("embed batch pos -> pos", x).array, x.array.sum((0, 2)), rtol=1e-5)
+    many, one = tr.ones({"embed": 257, "mlp": 2}, jnp.bfloat16), tr.ones({"out": 1}, jnp.bfloat16)  # 256 in bfloat16
+    for text, factors in (("embed mlp -> mlp", (many,)), ("embed mlp, out -> mlp", (many, one))):
+        wide = tr.einsum(text, *factors, preferred_element_type=jnp.float32)
+        assert wide.dtype == jnp.float32 and wide.tolist() == [257, 257]
     scores = tr.einsum("... embed, mlp embed -> ... mlp", x, w.transpose("mlp embed"))
     assert scores.names == ("batch", "pos", "mlp")
 
@@ -162,10 +166,6 @@ def test_several_factors_are_multiplied_in_the_order_of_the_fewest_operations(te
     assert work(lambda *given: tr.einsum(text, *given), arrays) == work(plain, [x.array for x in arrays])
     out = text.partition("->")[2].split()
     over = {n for names in factors for n in names} - set(out)
-    many, one = tr.ones({"embed": 257, "mlp": 2}, jnp.bfloat16), tr.ones({"out": 1}, jnp.bfloat16)  # 256 in bfloat16
-    for text, factors in (("embed mlp -> mlp", (many,)), ("embed mlp, out -> mlp", (many, one))):
-        wide = tr.einsum(text, *factors, preferred_element_type=jnp.float32)
-        assert wide.dtype == jnp.float32 and wide.tolist() == [257, 257]
     with tr.Layout(tr.make_mesh(d=4, m=2), params={"a": "d", "k": "m"}, compute={"b": "d", "c": "m", "j": "m"}):
         found = tr.named_jit(lambda *given: (tr.einsum(text, *given), tr.dot(*given, over=over)))(*arrays)
     for x in found:
@@ -274,6 +274,8 @@ def test_creation():
     np.testing.assert_array_equal(tr.arange(tr.Axis("a", 4), start=1, step=2).array, [1, 3, 5, 7])
     hot = tr.one_hot(named(jnp.array([2, 0]), "batch"), tr.Axis("vocab", 3))
     np.testing.assert_array_equal(hot.array, [[0, 0, 1], [1, 0, 0]])
+    small = tr.one_hot(named(jnp.array([5, -1], jnp.int8), "batch"), tr.Axis("vocab", 300))
+    np.testing.assert_array_equal(np.argwhere(np.asarray(small)), [[0, 5]])
     mask = tr.tril(tr.ones({"pos": 3, "key_pos": 3}), "pos", "key_pos")
     np.testing.assert_array_equal(mask.array, np.tril(np.ones((3, 3))))
     np.testing.assert_array_equal(tr.triu(tr.ones({"a": 2, "b": 3}), "a", "b", 1).array, np.triu(np.ones((2, 3)), 1))
@@ -295,8 +297,6 @@ def test_lifting_is_one_line():
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_what_is_lifted_keeps_its_dimensions(jit):
-    small = tr.one_hot(named(jnp.array([5, -1], jnp.int8), "batch"), tr.Axis("vocab", 300))
-    np.testing.assert_array_equal(np.argwhere(np.asarray(small)), [[0, 5]])
     """Names would stand for other sizes: rows and columns of a transposed array, one difference less than numbers."""
     wrong = {
         r"got f32\[5 4\] of \(4, 5\), in turned": lambda x: tr.lift(jnp.transpose, name="turned")(x),
