@@ -1,6 +1,7 @@
 """The one verb in explicit and auto mode: values, gradients, what the compiler makes of it, errors."""
 
 import math
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -151,6 +152,12 @@ def test_left_side_must_be_what_the_array_is():
     x = put((8, 8), P("data", None))
     with pytest.raises(tr.ReshardError, match=r"got an array of type 'a/data b', in reshard\('a b/model -> a b'\)"):
         tr.reshard("a b/model -> a b", x)
+
+
+@pytest.mark.parametrize("text", ["a/stage b -> a b", "a/data b -> a/data b +stage", "a/data b -> a/data b/stage"])
+def test_a_text_names_axes_of_the_mesh(text):
+    with pytest.raises(NotationError, match=rf"got 'stage' where the mesh has .*, in reshard\('{re.escape(text)}'\)"):
+        tr.reshard(text, put((8, 8), P("data", None)))
 
 
 def test_left_side_has_every_dimension():

@@ -96,6 +96,19 @@ def test_a_loss_of_copies_alone(loss):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.parametrize("use", [tr.conj, tr.abs, lambda z: z["b", ::-1]])
+def test_complex_copies(use):
+    def gradient(copies):
+        held = lambda z: tr.reshard("b -> b ~x", z) if copies else z
+        return tr.grad(lambda z: tr.real(use(held(z)) * tr.arange(z.axis("b"), dtype=z.dtype)).sum())(z)
+
+    with LAYOUT:
+        z = tr.shard(tr.named(np.exp(1j * np.arange(8, dtype=np.float32)).astype(np.complex64), "b"), "compute")
+        begun = tr.reshard("b -> b +x", z)  # XLA ends the process if it makes partial sums of complex numbers
+        np.testing.assert_array_equal(tr.settle(begun), z)
+        np.testing.assert_allclose(gradient(copies=True), gradient(copies=False), rtol=1e-6)
+
+
 def test_copies_along_one_axis_become_copies_along_another():
     """XLA's partitioner ends the process where one step takes partial sums along both."""
 

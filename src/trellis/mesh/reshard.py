@@ -1,5 +1,6 @@
 """One verb for communication: `reshard("before -> after", x)`, in all three modes, and its four named forms."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -12,7 +13,9 @@ from trellis._compat import mapped_over, move
 from trellis.errors import TrellisError
 from trellis.mesh.landing import on_mesh_in_force
 from trellis.mesh.layout import is_dealt
-from trellis.mesh.manual.reshard import manual_reshard
+from trellis.mesh.linear import linear
+from trellis.mesh.manual import ops
+from trellis.mesh.manual.reshard import known_axes, manual_reshard
 from trellis.mesh.meshes import mesh_text, same_mesh
 from trellis.mesh.route import route
 from trellis.notation import Dim, NotationError, Shape, parse_transition, spec_of
@@ -150,6 +153,7 @@ def _reshard(before: Shape, after: Shape, x, transition: str):
     if state.mode == "none":
         return x
     _check_mesh(array, transition)
+    known_axes((before, after), jax.typeof(array).sharding.mesh, f"reshard('{transition}')")
     _check_state(before, state, array, transition)
     moved = place(array, [dim.axes for dim in after.dims], after.pending, after.copied, names=before.names)
     return x.with_array(moved) if named else moved
@@ -296,7 +300,7 @@ def _move(array, names, after: State, mesh):
     for state in (*_one_by_one(before, after), after):
         with jax.named_scope(text := _scope(names, state_of(array), state)):
             try:
-                array = move(array, NamedSharding(mesh, spec_of(state.axes, state.pending, state.copied)))
+                array = _moved(array, state, mesh)
             except Exception as error:  # the class has no public name
                 if "has duplicate entries" not in str(error):
                     raise
@@ -307,6 +311,27 @@ def _move(array, names, after: State, mesh):
                     "vmap"
                 ) from error
     return array
+
+
+def _moved(array, after: State, mesh):
+    """`jax.reshard`, also of complex numbers: where these become partial sums, as gradients of copies do, XLA (JAX
+    0.10.2) ends the process. So the first device's numbers and the others' zeros are made by hand."""
+    before, spec = state_of(array), lambda state: spec_of(state.axes, state.pending, state.copied)
+    there = NamedSharding(mesh, spec(after))
+    if jax.numpy.issubdtype(array.dtype, jax.numpy.complexfloating):
+        if before.copied - after.copied:
+            back = lambda _, gradient: place(gradient, before.axes, before.copied, before.pending)
+            return linear(lambda _, x: move(x, there), back)((), array)
+        if begun := after.pending - before.pending:
+            whole = dataclasses.replace(
+                before, axes=tuple(tuple(a for a in mine if a not in begun) for mine in before.axes)
+            )
+            begin = lambda x: ops.begin(x, tuple(sorted(begun)))
+            made = dataclasses.replace(whole, pending=whole.pending | begun)
+            here = None if not jax.sharding.get_abstract_mesh().empty else mesh
+            run = jax.shard_map(begin, mesh=here, in_specs=spec(whole), out_specs=spec(made))
+            array = jax.jit(run, inline=True)(move(array, NamedSharding(mesh, spec(whole))))
+    return move(array, there)
 
 
 def _one_by_one(before: State, after: State) -> Iterator[State]:

@@ -160,6 +160,8 @@ def _of_copies(fn: Callable, arrays: list, copied: frozenset[str]) -> Callable:
     hold = lambda a: place(a, state_of(a).axes, (), copied)
     varied = [i for i, a in enumerate(arrays) if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.inexact)]
     at = [plain(a) for a in arrays]
+    if any(jnp.iscomplexobj(a) for a in at):  # whose derivative need not be a factor, as a conjugate's is not
+        return lambda *arrays: hold(fn(*map(plain, arrays)))
 
     def of_varied(*mine):
         rest = iter(mine)
