@@ -186,6 +186,20 @@ def test_results_take_donated_memory_or_their_own():
     assert alone.total - donated.total >= x.nbytes and donated.compiled.aliased == x.nbytes
 
 
+def test_what_updates_or_views_an_argument_is_a_result_of_its_own():
+    """A caller that donates nothing keeps its array as it is."""
+    x, at = jnp.ones((64, 64)), jnp.arange(8)
+    for change in (
+        lambda x: x.at[at].add(1.0),
+        lambda x: jax.lax.dynamic_update_slice(x, x[:1], (2, 0)),
+        lambda x: x.reshape(-1),
+        lambda x: jnp.tanh(x.at[at].add(1.0)),
+    ):
+        for given in ((), (0,)):
+            found = memory(jax.jit(change, donate_argnums=given), x)
+            assert abs(found.total - found.peak) < x.nbytes / 2
+
+
 def test_sums_over_microbatches_are_gradients():
     def accumulate(model, xs):
         body = lambda total, x: (jax.tree.map(jnp.add, total, jax.grad(loss)(model, x)), None)

@@ -113,3 +113,24 @@ def test_gradients_that_gpus_round_in_one_kernel_are_there_together():
     plan = quick_plan(load_run("llama_84m", sizes | {"precision.products.mlp": "nvfp4"}), target("4xB200"))
     transformed = [buffer for buffer in plan.memory.buffers if buffer.what == "f32[16/data 16 4096 16]"]
     assert len(transformed) == 2
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: lax.cumprod(x, 0),
+        lambda x: lax.cummax(x, 0),
+        lambda x: lax.cumlogsumexp(x, 0),
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (3, 1), (1, 1), "SAME"),
+        lambda x: lax.linalg.triangular_solve(jnp.eye(64), x, left_side=True, lower=True),
+        lambda x: x.at[jnp.arange(8)].add(2.0),
+        lambda x: x.at[jnp.arange(8)].max(2.0),
+        lambda x: x.at[jnp.arange(8)].multiply(2.0),
+        lambda x: x.at[jnp.arange(8)].set(2.0),
+    ],
+)
+def test_what_no_compiler_fuses_is_there(made):
+    """Although elementwise work makes what it reads, and a sum reads what it makes."""
+    x = jnp.ones((64, 256))
+    found = memory(lambda x: (jnp.tanh(made(jnp.sin(x))) * 3).sum(), x, compile=False)
+    assert found.total > 1.9 * x.nbytes

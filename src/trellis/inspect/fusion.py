@@ -17,7 +17,10 @@ LANES = 128
 # Operations that read operands from memory and write results there. Everything else is fused with what reads it.
 _OPAQUE = KERNELS | CALLBACKS | set(COLLECTIVES) | set(
     "dot_general scaled_matmul_wrapper ragged_dot ragged_dot_general conv_general_dilated fft scan while cond sort "
-    "gather scatter scatter-add dynamic_update_slice reshard concatenate cumsum top_k optimization_barrier".split()
+    "gather reshard concatenate cumsum cumprod cummax cummin cumlogsumexp reduce_window reduce_window_sum "
+    "reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add top_k optimization_barrier "
+    "cholesky triangular_solve tridiagonal_solve lu qr geqrf householder_product eig eigh svd schur hessenberg "
+    "tridiagonal".split()
 )  # fmt: skip
 # Elementwise work that a product does on its result before it writes it.
 _EPILOGUES = {"add", "add_any", "sub", "mul", "convert_element_type", "neg", "div", "max"}
@@ -29,7 +32,7 @@ _VIEWS = VIEWS - {"transpose", "slice", "reduce_precision", "optimization_barrie
 def writes(operation: Operation) -> bool:
     """Whether an operation's results are written to memory. Those of others exist once something that writes reads
     them, and until then keep alive what they are made of."""
-    return operation.name in _OPAQUE or reduces(operation) or operation.crosses
+    return operation.name in _OPAQUE or updates(operation) or reduces(operation) or operation.crosses
 
 
 def reduces(operation: Operation) -> bool:
@@ -60,8 +63,13 @@ def in_place(operation: Operation, position: int) -> Value | None:
     """The operand whose memory a result has: for updates, which write into their target, for fences, and for a reshard
     that moves nothing."""
     own = operation.operands[position if operation.name == "optimization_barrier" else 0]
-    updates = operation.name in ("dynamic_update_slice", "optimization_barrier", "scatter-add")
-    return own if own.literal is None and (updates or moves_nothing(operation)) else None
+    there = operation.name == "optimization_barrier" or updates(operation) or moves_nothing(operation)
+    return own if own.literal is None and there else None
+
+
+def updates(operation: Operation) -> bool:
+    """Whether it writes a part of its first operand, and leaves the rest as it is."""
+    return operation.name == "dynamic_update_slice" or operation.name.startswith("scatter")
 
 
 def moves_nothing(operation: Operation) -> bool:

@@ -38,13 +38,14 @@ class Held:
         lazy: whether its reader makes it, although it would usually be written.
         value: for a chain, what it is.
         around: whether it is a loop's carry, seen from inside: its memory is counted outside the loop.
+        given: whether it is an argument that the caller keeps: nothing is written there.
     """
 
-    __slots__ = ("buffer", "made_of", "uses", "pinned", "lazy", "around", "value")
+    __slots__ = ("buffer", "made_of", "uses", "pinned", "lazy", "around", "value", "given")
 
     def __init__(self, buffer: Room | None, made_of: "tuple[Held, ...]" = (), pinned: bool = False):
         self.buffer, self.made_of, self.pinned, self.uses = buffer, made_of, pinned, 0
-        self.lazy = self.around = False
+        self.lazy = self.around = self.given = False
         self.value: Value | None = None
 
     def leaves(self) -> "list[Held]":

@@ -67,7 +67,9 @@ def highest_point(program: Program, held: bool = False, ahead: float = 0.0) -> H
     walk = _Walk(program, weights_in_use(program), Moved(program), held, fusion.multiplies_as_read(program))
     for value, argument in zip(program.inputs, program.arguments, strict=True):
         kind = argument.kind if argument.kind in KINDS else "other"
-        walk.enter(value, Held(Room(kind, value.device_bytes, value), pinned=True))
+        held_there = Held(Room(kind, value.device_bytes, value), pinned=True)
+        held_there.given = not argument.donated
+        walk.enter(value, held_there)
     walk.mark(0, (), "")
     walk.run()
     walk.keep_results([a.donated for a in program.arguments])
@@ -200,7 +202,8 @@ class _Walk:
         return ended
 
     def keep_results(self, donated: list[bool]) -> None:
-        """Results that no operation wrote take a donated argument's memory of their size, or some of their own."""
+        """Results that no operation wrote take a donated argument's memory of their size, or some of their own; so do
+        other views of an argument that is not donated."""
         free = collections.Counter(v.num_bytes for v, given in zip(self.body.inputs, donated) if given)
         for value in self.body.results:
             if value.literal is None and self.of(value).fused and value.maker is not None:
@@ -208,6 +211,8 @@ class _Walk:
                     free[value.num_bytes] -= 1
                 else:
                     self.realize(value.maker, value)
+            elif value.literal is None and value.maker is not None and self.of(value).given:
+                self.make(value, self.room(value.maker, value))
         self.mark(0, (), "")
 
     # What happens.
@@ -242,7 +247,8 @@ class _Walk:
             self.loop(operation)
             return
         for position, value in enumerate(operation.results):
-            if (same := fusion.in_place(operation, position)) is not None:
+            same = fusion.in_place(operation, position)
+            if same is not None and not (self.of(same).given and fusion.updates(operation)):
                 self.of(same).uses += 1
                 self.values[value] = self.of(same)
                 continue
@@ -344,7 +350,8 @@ class _Walk:
     def read_as_made(self, operation: Operation, value: Value) -> bool:
         """Whether an operation reads a chain without its value in memory."""
         held, name = self.of(value), operation.name
-        if name in _READ_THROUGH and held.buffer is None and held.near_memory():
+        written = fusion.updates(operation) and value is operation.operands[0]
+        if name in _READ_THROUGH and held.buffer is None and held.near_memory() and not written:
             return not self.sums_a_cast(operation, held, value)
         if not held.fused:
             return False

@@ -42,8 +42,10 @@ FREE = {
 }  # fmt: skip
 # Operations that repeat their operand, or pass it on.
 _SPREADS = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "pcast", "pvary", ENTER, LEAVE}
-# Operations that write a part of their first operand, and which operand they write there.
-UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
+# Operations that write a part of their first operand, and which operand they write there; those that combine it with
+# what is there read that, too.
+_COMBINES = tuple(f"scatter-{how}" for how in ("add", "sub", "mul", "min", "max"))
+UPDATES = {"dynamic_update_slice": 1, "scatter": 2} | dict.fromkeys(_COMBINES, 2)
 # How much longer copies between what a loop keeps and one turn's take than streamed bytes: by libtpu's schedules, and
 # on an H200, where a step of Llama 1B with layers in a loop took 42 ms more than without for copies of 26 ms
 # (benchmarks/results/accelerator_h200.txt).
@@ -313,11 +315,11 @@ def _group(group: list[Operation], outputs: set[Value], apart: bool) -> Iterator
             continue
         if name in UPDATES:  # in place: the update, and what a sum adds it to
             update = operation.operands[UPDATES[name]]
-            reads += update.num_bytes * ((update not in made) + (name == "scatter-add"))
+            reads += update.num_bytes * ((update not in made) + (name in _COMBINES))
             writes += update.num_bytes
             updated.update(operation.results)
             continue
-        if name in REDUCTIONS or name in ("argmax", "cumsum"):
+        if name in REDUCTIONS or name.startswith(("arg", "cum")):
             reads += sum(v.num_bytes for v in operation.inputs if v.num_elements > operation.results[0].num_elements)
         for value in map(_spread, operation.inputs):
             if value not in made and value not in seen and value.literal is None:
