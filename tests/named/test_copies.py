@@ -100,7 +100,7 @@ def test_a_loss_of_copies_alone(loss):
 def test_complex_copies(use):
     def gradient(copies):
         held = lambda z: tr.reshard("b -> b ~x", z) if copies else z
-        return tr.grad(lambda z: tr.real(use(held(z)) * tr.arange(z.axis("b"), dtype=z.dtype)).sum())(z)
+        return tr.grad(lambda z: tr.real(use(held(z)) * tr.arange(z.axis("b"), dtype=use(z).dtype)).sum())(z)
 
     with LAYOUT:
         z = tr.shard(tr.named(np.exp(1j * np.arange(8, dtype=np.float32)).astype(np.complex64), "b"), "compute")
