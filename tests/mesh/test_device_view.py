@@ -88,6 +88,29 @@ def test_slices_in_another_order_of_mesh_axes(before, after):
     np.testing.assert_array_equal(on_a_device(fn, P(before), P(after), stage=1, data=4, model=2), np.arange(8.0))
 
 
+@pytest.mark.parametrize(
+    ("before", "shape", "after"),
+    [
+        ((P("data"), (8,)), (2, 4), P("data", "model")),
+        ((P(("data", "model")), (8,)), (2, 4), P("data", "model")),  # a row's parts are where they were
+        ((P("data"), (8,)), (2, 4), P(None, "data")),
+        ((P(None, "data"), (2, 4)), (8,), P("data")),
+        ((P(("data", "model")), (8,)), (4, 2), P("model", "data")),
+        ((P("model", "data"), (2, 4)), (2, 1, 4), P("model", None, "data")),
+        ((P("model", "data"), (2, 4)), (4, 2), P(("model", "data"), None)),
+    ],
+)
+def test_a_reshape_that_says_where_its_result_lies(before, shape, after):
+    """In whole dimensions where elements would change places, which JAX moves by itself."""
+    there, first = before
+
+    def fn(x, mesh):
+        x = jax.lax.reshape(jax.reshard(x, P(None)), first, out_sharding=P(*[None] * len(first)))
+        return jax.lax.reshape(jax.reshard(x, there), shape, out_sharding=after)
+
+    np.testing.assert_array_equal(on_a_device(fn, P(), after), np.arange(8.0).reshape(shape))
+
+
 @pytest.mark.parametrize("spec", [P("data"), P("model"), P()])
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_arrays_that_are_stacked_and_taken_apart(spec, axis):

@@ -9,6 +9,7 @@ compiler does for the program of whole arrays.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -174,12 +175,27 @@ def _broadcast_in_dim(view, equation, args, states) -> Result:
 
 def _reshape(view, equation, args, states) -> Result:
     out, (x,), (state,) = _out(view, equation), args, states
-    kept = {a for axes in out.axes for a in axes}
-    x, state = _gathered(view, x, state, [i for i, axes in enumerate(state.axes) if not set(axes) <= kept])
-    here = {a for axes in state.axes for a in axes}
-    made = [tuple(a for a in axes if a in here) for axes in out.axes]
-    shape = view.local(equation.outvars[0].aval.shape, made)
-    return [x.reshape(shape)], [_at(out, made)]
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    while True:
+        here = {a for axes in state.axes for a in axes}
+        made = [tuple(a for a in axes if a in here) for axes in out.axes]
+        there = _strides(after, made, view.sizes)
+        stay = {a for a, stride in _strides(before, state.axes, view.sizes).items() if there.get(a) == stride}
+        if stay == here:
+            return [x.reshape(view.local(after, made))], [_at(out, made)]
+        x, state = _gathered(view, x, state, [i for i, axes in enumerate(state.axes) if not stay.issuperset(axes)])
+
+
+def _strides(shape, axes, sizes) -> dict[str, int]:
+    """How many elements of a whole array lie between a device's first and that of the next along each mesh axis. A
+    device has the same elements of two shapes, in the same order, if these numbers are equal."""
+    found, stride = {}, 1
+    for size, over in zip(reversed(shape), reversed(axes), strict=True):
+        stride *= size // math.prod(sizes[a] for a in over)
+        for axis in reversed(over):
+            found[axis] = stride
+            stride *= sizes[axis]
+    return found
 
 
 def _iota(view, equation, args, states) -> Result:
