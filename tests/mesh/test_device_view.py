@@ -111,6 +111,25 @@ def test_a_reshape_that_says_where_its_result_lies(before, shape, after):
     np.testing.assert_array_equal(on_a_device(fn, P(), after), np.arange(8.0).reshape(shape))
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "out"),
+    [
+        (P("data", None), P("data", None), P("data", None)),
+        (P(None, "data"), P(None, "data"), P(None, "data")),
+        (P("data", "model"), P(None, "data"), P("data", None)),
+    ],
+)
+def test_a_product_of_slices_along_a_mesh_axis_that_another_dimension_has(left, right, out):
+    """What is summed is then whole, as it cannot lie along the axis too."""
+
+    def product(x, mesh):
+        a, b = (x.reshape(shape, out_sharding=P(None, None)) for shape in ((4, 2), (2, 4)))
+        return jnp.dot(jax.reshard(a, left), jax.reshard(b, right), out_sharding=out)
+
+    x = np.arange(8.0)
+    np.testing.assert_array_equal(on_a_device(product, P(), out), x.reshape(4, 2) @ x.reshape(2, 4))
+
+
 @pytest.mark.parametrize("spec", [P("data"), P("model"), P()])
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_arrays_that_are_stacked_and_taken_apart(spec, axis):

@@ -98,8 +98,10 @@ def _dot_general(view, equation, args, states) -> Result:
     ((left_sum, right_sum), (left_batch, right_batch)) = equation.params["dimension_numbers"]
     sides, axes = list(args), [list(s.axes) for s in states]
     for i, j in (*zip(left_sum, right_sum), *zip(left_batch, right_batch)):
-        if axes[0][i] != axes[1][j]:  # the one that is whole takes its slice
+        if axes[0][i] != axes[1][j]:  # the one that is whole takes its slice, or the other is made whole
             side, dim, mine = (1, j, axes[0][i]) if not axes[1][j] else (0, i, axes[1][j])
+            if set(mine) & {a for d, other in enumerate(axes[side]) if d != dim for a in other}:
+                side, dim, mine = (0, i, axes[1][j]) if side else (1, j, axes[0][i])
             wanted = [*axes[side]]
             wanted[dim] = mine
             sides[side] = _like(view, sides[side], _at(states[side], axes[side]), wanted)
