@@ -150,6 +150,7 @@ class Operation:
         frame: what it stands in.
         times: how often a call of the program runs it: lengths of scans multiplied out, `while` loops as one turn.
         number: its place in the program.
+        inputs: the operands that are not literals.
         taken: shapes on a device of a product's operands once it has gathered them, if a compiler places them.
         bodies: the body of a scan; the condition and the body of a while loop; the branches of a conditional; the
             program of a call that does not take its operands as they are.
@@ -157,6 +158,7 @@ class Operation:
 
     def __init__(self, name: str, equation: JaxprEqn, operands: Sequence[Value], frame: Frame, times: int, number: int):
         self.name, self.equation, self.operands = name, equation, tuple(operands)
+        self.inputs = [value for value in self.operands if value.literal is None]
         self.frame, self.times, self.number = frame, times, number
         self.results: tuple[Value, ...] = ()
         self.bodies: tuple[Body, ...] = ()
@@ -168,11 +170,6 @@ class Operation:
     def params(self) -> dict[str, Any]:
         """The parameters of the equation."""
         return self.equation.params
-
-    @property
-    def inputs(self) -> list[Value]:
-        """The operands that are not literals."""
-        return [value for value in self.operands if value.literal is None]
 
     @functools.cached_property
     def scope(self) -> str:

@@ -94,7 +94,7 @@ class States:
             self.known[out] = after
             return
         rule = RULES.get(name)
-        if rule is None and not any(state.sliced or state.pending for state in states):
+        if rule is None and not any(state.pending or any(state.axes) for state in states):
             return
         together = name in _ADDS and len({state.pending for state in states}) == 1  # summed first, then over devices
         if is_auto(out.aval) and name not in _KEEPS_PENDING and not together:

@@ -19,12 +19,17 @@ def state_at(aval, *, auto: bool = False) -> State:
     """
     sharding, ndim = getattr(aval, "sharding", None), len(getattr(aval, "shape", ()))
     mesh = getattr(sharding, "mesh", None)
-    return State("none", ((),) * ndim) if mesh is None or mesh.empty else _state(sharding, ndim, auto)
+    return _nowhere(ndim) if mesh is None or mesh.empty else _state(sharding, ndim, auto)
 
 
 def state_by(sharding: jax.sharding.NamedSharding, ndim: int) -> State:
     """Where an array of so many dimensions lies by a sharding, along explicit mesh axes and those of the compiler."""
     return _state(sharding, ndim, True)
+
+
+@functools.cache
+def _nowhere(ndim: int) -> State:
+    return State("none", ((),) * ndim)
 
 
 @functools.lru_cache(4096)  # a program has few of them, and reads them by the ten thousand

@@ -13,8 +13,12 @@ from trellis.frames import in_a_library
 def _frame(equation: JaxprEqn):
     """The innermost frame of the user's code, or None."""
     traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback is not None else ()
-    return next((frame for frame in frames if not in_a_library(frame.file_name)), None)
+    return None if traceback is None else _own(traceback)
+
+
+@functools.lru_cache(maxsize=8192)  # an equation of a layer stands in each layer that is written out
+def _own(traceback):
+    return next((frame for frame in traceback.frames if not in_a_library(frame.file_name)), None)
 
 
 def source_of(equation: JaxprEqn) -> str:
