@@ -12,7 +12,7 @@ export PIP_USER = 0
 # Where there is an NVIDIA GPU, what JAX needs to use it is installed too.
 GPU := $(if $(wildcard /dev/nvidia[0-9]*),[gpu])
 
-.PHONY: train test check fuzz fuzz_runs fuzz_trainings chaos site lint format lock clean
+.PHONY: train test check quick fuzz fuzz_runs fuzz_trainings chaos site lint format lock clean
 
 train: $(VENV)/core.stamp
 	$(BIN)/trellis train
@@ -25,9 +25,11 @@ PYTEST = $(if $(JEMALLOC),LD_PRELOAD=$(JEMALLOC) MALLOC_CONF=thp:always) $(BIN)/
 test: lint
 	$(PYTEST)
 
-# The inner loop: what is checked in at most two minutes on two cores.
-check: lint
-	$(PYTEST) -m "not slow"
+# The inner loop. `quick` goes without the linters, and with the first of every so many cases of a test.
+EVERY ?= 1
+check: lint quick
+quick: $(VENV)/test.stamp
+	$(PYTEST) -m "not slow" --every=$(EVERY)
 
 # Random programs in the language, each against its twin in plain jax.numpy: make fuzz COUNT=10000 SEED=0
 COUNT ?= 1000

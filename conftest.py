@@ -1,5 +1,6 @@
 """Eight CPU devices, strict promotion: set before JAX looks at its devices."""
 
+import collections
 import ctypes
 import functools
 import gc
@@ -71,6 +72,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 
 def pytest_addoption(parser):
     parser.addoption("--regenerate", action="store_true", help="write golden files anew instead of comparing with them")
+    parser.addoption("--every", type=int, default=1, help="of each test's cases only the first of every so many")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -82,7 +84,7 @@ def pytest_xdist_auto_num_workers():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """`pytest.mark.slow(but=3)` marks all of a test's cases but three, spread evenly over them. What is marked
     `slow(first=True)` runs before all others: begun last, it would keep one process busy while the others are done."""
     items.sort(key=lambda item: not any("first" in mark.kwargs for mark in item.iter_markers("slow")))
@@ -94,6 +96,13 @@ def pytest_collection_modifyitems(items):
         but = next(mark.kwargs["but"] for mark in each[0].own_markers if "but" in mark.kwargs)
         for item in each[:: -(-len(each) // but)]:
             item.own_markers = [mark for mark in item.own_markers if "but" not in mark.kwargs]
+    if config.option.every > 1:
+        met, kept = collections.Counter(), []
+        for item in items:
+            test = item.path, getattr(item, "originalname", item.name), item.get_closest_marker("slow") is None
+            kept += [item] if met[test] % config.option.every == 0 else []
+            met[test] += 1
+        items[:] = kept
 
 
 # Bytes that a process of the tests has before it lets go of compiled programs, and by which it grows before it does so
