@@ -25,11 +25,12 @@ PYTEST = $(if $(JEMALLOC),LD_PRELOAD=$(JEMALLOC) MALLOC_CONF=thp:always) $(BIN)/
 test: lint
 	$(PYTEST)
 
-# The inner loop. `quick` goes without the linters, and with the first of every so many cases of a test.
+# The inner loop. `quick` goes without the linters, with the first of every so many cases of a test, in these rooms or all.
 EVERY ?= 1
+ROOMS ?=
 check: lint quick
 quick: $(VENV)/test.stamp
-	$(PYTEST) -m "not slow" --every=$(EVERY)
+	$(PYTEST) -m "not slow" --every=$(EVERY) $(ROOMS)
 
 # Random programs in the language, each against its twin in plain jax.numpy: make fuzz COUNT=10000 SEED=0
 COUNT ?= 1000
