@@ -51,7 +51,9 @@ def ledger(fn: Callable, *args, **kwargs) -> Ledger:
     return ledger_of(program)
 
 
-def ledger_of(program: Program, load: float | None = None, *, refuse: bool = True) -> Ledger:
+def ledger_of(
+    program: Program, load: float | None = None, *, refuse: bool = True, moved: Moved | None = None
+) -> Ledger:
     """The ledger of a program that was traced before.
 
     Args:
@@ -59,6 +61,7 @@ def ledger_of(program: Program, load: float | None = None, *, refuse: bool = Tru
         load: rows that experts on the fullest device get, in those of an even load: loops over them count as often as
             they run then. Without it each `while` loop counts by one turn.
         refuse: whether to refuse what compilers get wrong.
+        moved: what its operations move, if that is read elsewhere, too.
 
     Raises:
         PendingSumError: a sum that is settled in a loop is made pending again there.
@@ -67,7 +70,7 @@ def ledger_of(program: Program, load: float | None = None, *, refuse: bool = Tru
     sizes = {name: size for name, size in program.mesh.items() if size > 1}
     if not sizes:  # one device: nothing moves
         return Ledger((), sizes, program.auto)
-    reader = _Rows(program, load)
+    reader = _Rows(program, load, moved or Moved(program))
     rows = reader.of(program)
     if refuse:
         refuse_wrong(program)
@@ -80,8 +83,8 @@ _REDUCTIONS = {"pmax": "maximum", "reduce_max": "maximum", "pmin": "minimum", "r
 class _Rows:
     """The rows of a program's bodies."""
 
-    def __init__(self, program: Program, load: float | None):
-        self.sizes, self.implied, self.roles, self.load = program.mesh, Moved(program), roles(program), load
+    def __init__(self, program: Program, load: float | None, moved: Moved):
+        self.sizes, self.implied, self.roles, self.load = program.mesh, moved, roles(program), load
         self.parameters, self.repeats, self.constants = Parameters(program), repeats(program), constants(program)
         self.awaited = awaited(program)
         self.instead: list[Row] = []

@@ -17,6 +17,7 @@ from trellis.figures import numbers
 from trellis.figures.text import aligned
 from trellis.inspect.buffers import KINDS, Buffer
 from trellis.inspect.compiled import CompiledMemory, compiled_memory
+from trellis.inspect.moved import Moved
 from trellis.inspect.timeline import highest_point
 from trellis.named.refusals import jaxs_in_our_words
 from trellis.program import Program, trace
@@ -218,15 +219,16 @@ def memory(
     return dataclasses.replace(held, compiled=counted)
 
 
-def memory_of(program: Program, *, held_beside: bool = False, ahead: float = 0.0) -> Memory:
+def memory_of(program: Program, *, held_beside: bool = False, ahead: float = 0.0, moved: Moved | None = None) -> Memory:
     """The memory of a program that was traced before, from types.
 
     Args:
         program: from `trace`.
         held_beside: whether SparseCores move weights and gradients beside computation, see `highest_point`.
         ahead: the share of layers written out whose weights these gather before they are needed, see there.
+        moved: what its operations move, if that is read elsewhere, too.
     """
-    point = highest_point(program, held_beside, ahead)
+    point = highest_point(program, held_beside, ahead, moved)
     return Memory(point.buffers, point.where, point.kept, host=point.host)
 
 

@@ -8,7 +8,7 @@ from trellis.program.rules import Implied, States
 
 
 class Moved:
-    """The moves that a program's operations imply, each asked for once, in order.
+    """The moves that a program's operations imply. They are asked for in order; what was asked before is known.
 
     Attributes:
         states: where values lie.
@@ -18,10 +18,16 @@ class Moved:
         merges = platform_of_abstract(program.device) == "tpu"
         self.states = States(program.mesh, merges=merges)
         self.zeros, self.uniform = zeros(program), uniform(program)
+        self.known: dict[Operation, list[Implied]] = {}
 
     def by(self, operation: Operation) -> list[Implied]:
         """The moves that an operation without others inside implies; by hand, none are. A value moves once (on TPUs
         equal values do), and zeros, empty arrays and slices of one known number do not."""
+        if operation not in self.known:
+            self.known[operation] = self._implied(operation)
+        return self.known[operation]
+
+    def _implied(self, operation: Operation) -> list[Implied]:
         merged = self.states.merged(operation)
         if merged or operation.name in COLLECTIVES or self.of_zeros(operation) or self._of_one_number(operation):
             return []

@@ -53,7 +53,7 @@ class HighestPoint:
     host: int
 
 
-def highest_point(program: Program, held: bool = False, ahead: float = 0.0) -> HighestPoint:
+def highest_point(program: Program, held: bool = False, ahead: float = 0.0, moved: Moved | None = None) -> HighestPoint:
     """The highest point of a program's memory on one device.
 
     Args:
@@ -63,8 +63,10 @@ def highest_point(program: Program, held: bool = False, ahead: float = 0.0) -> H
             moves for the next, and that room is lost to large buffers at the highest point.
         ahead: the share of layers that are written out whose weights are then gathered for the backward pass before
             they are needed.
+        moved: what its operations move, if that is read elsewhere, too.
     """
-    walk = _Walk(program, weights_in_use(program), Moved(program), held, fusion.multiplies_as_read(program))
+    moved = moved or Moved(program)
+    walk = _Walk(program, weights_in_use(program), moved, held, fusion.multiplies_as_read(program))
     for value, argument in zip(program.inputs, program.arguments, strict=True):
         kind = argument.kind if argument.kind in KINDS else "other"
         held_there = Held(Room(kind, value.device_bytes, value), pinned=True)

@@ -9,6 +9,7 @@ from trellis.hardware.chips import Target
 from trellis.hardware.described import described_devices
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.memory import Memory, memory_of
+from trellis.inspect.moved import Moved
 from trellis.inspect.rows import Ledger
 from trellis.inspect.work import Alone, Piece, work
 from trellis.named.pipeline.parts import Parts
@@ -202,7 +203,8 @@ def plan_program(
         options: names of compiler options in use.
         load: rows that experts on the fullest device get, relative to an even load.
     """
-    links, ledger = links_of(program.mesh, target), ledger_of(program, load)
+    moved = Moved(program)
+    links, ledger = links_of(program.mesh, target), ledger_of(program, load, moved=moved)
     on_tpus = target.chip.kind == "tpu"
     pieces = tuple(work(program, load, target.chip.kind))
     if target.chip.kind == "cpu":
@@ -219,7 +221,7 @@ def plan_program(
         tokens=tokens,
         parameters=sum(math.prod(value.shape) for value, argument in arguments if argument.kind == "parameters"),
         model_flops=model_flops,
-        memory=memory_of(program, held_beside=held_beside, ahead=took.ahead),
+        memory=memory_of(program, held_beside=held_beside, ahead=took.ahead, moved=moved),
         ledger=ledger,
         times=took,
         work=pieces,

@@ -36,7 +36,9 @@ def refuse_resettled(program: Program) -> None:
     Raises:
         PendingSumError: with the lines of the sum and of the cast.
     """
-    _Reader(program.mesh).read(program, [_NONE] * len(program.inputs), in_loop=False)
+    reader = _Reader(program.mesh)
+    if reader.casts_in(program, in_loop=False):
+        reader.read(program, [_NONE] * len(program.inputs), in_loop=False)
 
 
 class _Reader:
@@ -45,6 +47,15 @@ class _Reader:
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes, self.states = sizes, States(sizes)
         self.made: dict[str, str] = {}  # mesh axis -> the line that settled last along it
+
+    def casts_in(self, body: Body, *, in_loop: bool) -> bool:
+        """Whether anything is made pending in a loop, as in few programs."""
+        return any(
+            in_loop
+            and any(True for _ in self.cast(operation))
+            or any(self.casts_in(inner, in_loop=in_loop or operation.is_loop) for inner in operation.bodies)
+            for operation in body.operations
+        )
 
     def read(self, body: Body, inputs: list[Axes], *, in_loop: bool) -> list[Axes]:
         """The settled axes of the results, from those of the inputs."""
