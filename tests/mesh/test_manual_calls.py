@@ -56,6 +56,16 @@ def test_an_array_where_the_annotation_has_a_container(kind):
     )
 
 
+def test_a_stack_of_arrays_with_any_leading_dimensions():
+    @shard_map
+    def double(x: tr.Stack["layers/d", f32["... embed/m"]]) -> f32["layers/d a embed/m"]:
+        return x + x
+
+    x = put((4, 3, 8), "layers/d a embed/m")
+    assert str(typeof(double(x))) == "f32[4/d 3 8/m]"
+    assert str(typeof(double(tr.named(x, "layers a embed")))) == "f32[layers/d=4 a=3 embed/m=8]"
+
+
 def test_numbers_of_numpy_are_taken_as_jax_takes_them():
     """NumPy's have 64 bits if nothing else is said; JAX's have 32, also in a call under `jit`."""
 

@@ -1,9 +1,11 @@
 """`@checked`: one length for a name in one call; dtype, rank, sharding; both places in the message."""
 
 import dataclasses
+import gc
 import re
 import threading
 import typing
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -394,6 +396,42 @@ def test_an_annotation_is_subscripted_with_a_shape():
     )
     assert repr(Stack["layers/stage", Block]) == 'Stack["layers/stage", Block]'
     assert repr(bf16["a/x +y"]) == 'bf16["a/x +y"]'
+
+
+def test_a_stack_of_arrays_with_any_leading_dimensions():
+    @checked
+    def fn(x: Stack["layers", f32["... embed"]], rates: f32["layers"], scale: f32["embed"]): ...
+
+    rates, scale = jnp.ones(3), jnp.ones(5)
+    for shape in ((3, 5), (3, 4, 5), (3, 7, 4, 5)):
+        fn(jnp.ones(shape), rates, scale)
+    fn(named(jnp.ones((3, 4, 5)), "layers pos embed"), rates, scale)
+    refuses("got layers=4 from argument `x` of `fn` and layers=3", fn, jnp.ones((4, 3, 5)), rates, scale)
+    refuses("for f32[layers 4 embed], in", fn, named(jnp.ones((3, 4, 5)), "depth pos embed"), rates, scale)
+    refuses(
+        "a stack's arrays must have its leading dimensions and those of their annotation, got f32[5] for f32[... embed] "
+        "under 'layers', in argument `x` of `fn`: pass an array of 2 dimensions or more",
+        fn,
+        scale,
+        rates,
+        scale,
+    )
+
+
+def test_an_annotated_function_is_not_kept():
+    def make():
+        large = jnp.ones(3)
+
+        @checked
+        def add(x: f32["a"]) -> f32["a"]:
+            return x + large
+
+        add(large)
+        return weakref.ref(add.__wrapped__)
+
+    made = make()
+    gc.collect()
+    assert made() is None
 
 
 Kept = typing.TypeVar("Kept")

@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import types
 import typing
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trellis.notation.shape import NotationError, Shape, parse
+from trellis.notation.shape import Dim, NotationError, Shape, parse
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,9 +38,15 @@ class ArrayType:
         return typing.Union[other, self]  # noqa: UP007
 
     def under(self, prefix: Shape) -> "ArrayType":
-        """The type of such arrays, stacked under leading dimensions."""
-        stacked = Shape((*prefix.dims, *self.shape.dims), self.shape.pending, self.shape.copied, self.shape.ellipsis)
-        return ArrayType(self.dtype, parse(str(stacked)) if not self.shape.ellipsis else stacked)
+        """The type of such arrays, stacked under leading dimensions ("..." stands for these, too)."""
+        if self.shape.ellipsis:
+            return self
+        stacked = Shape((*prefix.dims, *self.shape.dims), self.shape.pending, self.shape.copied)
+        return ArrayType(self.dtype, parse(str(stacked)))
+
+    def with_leading(self, dims: tuple[Dim, ...]) -> "ArrayType":
+        """The type with these dimensions in the place of "..."."""
+        return ArrayType(self.dtype, dataclasses.replace(self.shape, ellipsis=False)).under(Shape(dims))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,9 +169,14 @@ def hints_of(obj) -> dict[str, typing.Any]:
         ) from error
 
 
-@functools.cache
 def _hints(obj) -> dict[str, typing.Any]:
-    return typing.get_type_hints(obj)
+    if (hints := _READ.get(obj)) is None:
+        hints = _READ[obj] = typing.get_type_hints(obj)
+    return hints
+
+
+# A function that was made in a loop, with all that it closes over, is not kept by what was read of it.
+_READ: weakref.WeakKeyDictionary[typing.Any, dict[str, typing.Any]] = weakref.WeakKeyDictionary()
 
 
 def hint_text(hint) -> str:

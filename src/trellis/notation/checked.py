@@ -22,8 +22,9 @@ from trellis.notation.annotation import (
     hints_of,
     meant,
 )
-from trellis.notation.binding import Bindings, TypeMismatch, binding, check_array
-from trellis.notation.shape import Shape
+from trellis.notation.binding import Bindings, TypeMismatch, binding, check_array, whole_sizes
+from trellis.notation.shape import Dim, Shape
+from trellis.notation.state import state_of
 from trellis.notation.typeof import is_array, is_named, typeof
 
 _on = contextvars.ContextVar("checks", default=os.environ.get("TRELLIS_CHECK", "0") not in ("", "0"))
@@ -171,7 +172,7 @@ def _walk(path, leaf, value, hint, place: str) -> Leaf:
                     f"expected an array of type {hint}, got None, in {_at(place, text)}: pass an array, or annotate "
                     f"`{hint!r} | None`"
                 )
-            return Leaf(_at(place, text), leaf, hint.under(Shape(prefix)) if prefix else hint)
+            return Leaf(_at(place, text), leaf, _stacked(hint, prefix, leaf, _at(place, text)) if prefix else hint)
         if key is None and dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and hint is not None:
             fields = {name: kind for name, kind in fields_of(hint).items() if hasattr(leaf, name)}
             fields = {name: StackType(Shape(prefix), kind) for name, kind in fields.items()} if prefix else fields
@@ -181,6 +182,23 @@ def _walk(path, leaf, value, hint, place: str) -> Leaf:
         value, hint, word = _step(value, hint, key)
         text += word
     return Leaf(_at(place, text + jax.tree_util.keystr(path) if hint is None and not text else text), leaf, None)
+
+
+def _stacked(kind: ArrayType, prefix: tuple, value, place: str) -> ArrayType:
+    """The type of an array in a stack: what "..." stands for has the array's own sizes and slices."""
+    if not (kind.shape.ellipsis and is_array(value)):
+        return kind.under(Shape(prefix))
+    array = value.array if is_named(value) else value
+    more = len(array.shape) - len(prefix) - len(kind.shape.dims)
+    if more < 0:
+        raise TypeMismatch(
+            f"a stack's arrays must have its leading dimensions and those of their annotation, got {typeof(value)} for "
+            f"{kind} under '{Shape(prefix)}', in {place}: pass an array of {len(array.shape) - more} dimensions or more"
+        )
+    between = slice(len(prefix), len(prefix) + more)
+    shape = Shape(value.dims if is_named(value) else tuple(map(Dim, array.shape, state_of(array).axes)))
+    dims = zip(shape.dims, whole_sizes(shape, array, place), strict=True)
+    return kind.with_leading((*prefix, *(Dim(size, dim.axes) for dim, size in [*dims][between])))
 
 
 def _at(place: str, text: str) -> str:
