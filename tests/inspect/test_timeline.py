@@ -39,6 +39,19 @@ def test_what_a_call_takes_ends_with_it_where_a_loop_ends_it():
     assert wide <= found.total < 2.5 * wide
 
 
+@pytest.mark.parametrize("viewed", [False, True])
+@pytest.mark.parametrize("read_later", [False, True])
+def test_an_update_of_what_is_read_later_is_a_copy(viewed, read_later):
+    def changed(x, w):
+        x = jnp.tanh(x @ w) @ w
+        y = x.reshape(8, 8, 64).at[0].set(0.0).reshape(64, 64) if viewed else x.at[2].set(0.0)
+        return (x if read_later else y) @ y
+
+    x = jnp.ones((64, 64))
+    found = memory(changed, x, x, compile=False)
+    assert found.bytes_of("temporaries") // x.nbytes == 2 + read_later
+
+
 def test_what_a_product_in_blocks_makes_is_there():
     """A kernel writes it, although what reads it is elementwise."""
 

@@ -250,7 +250,7 @@ class _Walk:
             return
         for position, value in enumerate(operation.results):
             same = fusion.in_place(operation, position)
-            if same is not None and not (self.of(same).given and fusion.updates(operation)):
+            if same is not None and not (fusion.updates(operation) and self.stays(same, operation)):
                 self.of(same).uses += 1
                 self.values[value] = self.of(same)
                 continue
@@ -264,6 +264,12 @@ class _Walk:
                 self.mark(copy.num_bytes, (copy,), operation.source)
         self.mark(0, (), operation.source)
         self.release(brought.values())
+
+    def stays(self, value: Value, operation: Operation) -> bool:
+        """Whether what an operation updates is there afterwards, too: the compiler copies it first."""
+        held, read = self.of(value), lambda each: any(reader.number > operation.number for reader in each.readers)
+        alike = (each for each, other in self.values.items() if other is held)  # it, and other views of its memory
+        return held.given or any(each in self.results or read(each) for each in alike)
 
     def bring(self, operation: Operation) -> dict[Value, Held]:
         """What an operation's implied moves make, by what they move: operands, or sums that are scattered next. The
