@@ -92,6 +92,27 @@ def test_values_and_gradients_are_the_plain_products(mesh, which, ring):
     check(mesh, which, ring)
 
 
+@pytest.mark.slow(but=3)
+@pytest.mark.parametrize("which", PRODUCTS)
+def test_forward_mode_and_second_derivatives(mesh, which):
+    verb, *types = PRODUCTS[which]
+    ours, want = program(verb, *types, RINGS[3]), plain(*types)
+    operands, changes = ((coded(mesh, types[0], s), coded(mesh, types[1], s / 2)) for s in (1.0, 0.3))
+    weights = coded(mesh, types[2].removesuffix(" +x"), 0.1)
+
+    def both(product):
+        slope = lambda weights: jax.grad(lambda a, b: jnp.sum(jnp.sin(product(a, b) / 100) * weights), (0, 1))
+        along = lambda weights, operands, changes: (
+            jax.jvp(product, operands, changes),
+            jax.jvp(slope(weights), operands, changes),
+        )
+        return along
+
+    got = jax.jit(both(ours))(weights, operands, changes)
+    wanted = both(want)(*jax.tree.map(jnp.asarray, jax.device_get((weights, operands, changes))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * abs(b).max()), got, wanted)
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sizes", [(1, 8), (8, 1)], ids=str)
 @pytest.mark.parametrize("which", PRODUCTS)

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trellis.mesh.linear import linear
 from trellis.mesh.manual.einsum import check_product, parse_einsum
 from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
 from trellis.mesh.manual.reshard import check_slice, known_axes
@@ -137,7 +138,7 @@ _SUM = "write 'batch/x in/y, in/y out -> ...', so that each device has a partial
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """What the rings below need to know; hashable, for `custom_vjp`."""
+    """What the rings below need to know; hashable, for `custom_jvp`."""
 
     ring: Ring
     moved: Moved
@@ -296,52 +297,67 @@ def _local(a_names: Names, a, b_names: Names, b, names: Names):
     return jnp.einsum(f"{spell(a_names)},{spell(b_names)}->{spell(names)}", a, b)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _derived(gradients: Callable) -> Callable:
+    """Gives a product `product(spec, x, *weights)` its derivative, of which reverse mode runs these gradients:
+    `gradients(spec, operands, gradient)`, where the gradient of a result that nothing depends on is None."""
+
+    def derive(product: Callable) -> Callable:
+        made = jax.custom_jvp(product, nondiff_argnums=(0,))
+
+        def change(spec: _Spec, operands, changes):
+            (x, *weights), (d_x, *d_weights) = operands, changes
+            return jax.tree.map(lax.add, made(spec, d_x, *weights), made(spec, x, *d_weights))
+
+        @made.defjvp
+        def _derivative(spec: _Spec, operands, changes):
+            out = made(spec, *operands)
+            along = linear(functools.partial(change, spec), functools.partial(gradients, spec))
+            return out, along(operands, changes)
+
+        return functools.wraps(product)(made)
+
+    return derive
+
+
+def _gather_gradients(spec: _Spec, operands, gradients):
+    x, *weights = operands
+    used = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    pairs = [(spec.result, gradients[i], spec.weight, weights[i]) for i in used]
+    by_x = scatter_products(spec.ring, spec.moved, spec.x, pairs, x.dtype)
+    others, dtypes = [(spec.result, gradients[i]) for i in used], [weights[i].dtype for i in used]
+    found = gather_products(spec.ring, spec.moved, spec.x, x, others, [spec.weight] * len(used), dtypes)
+    by_place = dict(zip(used, found, strict=True))
+    return by_x, *(by_place.get(i) for i in range(len(weights)))
+
+
+@_derived(_gather_gradients)
 def _gather_matmul(spec: _Spec, x, *weights):
     others = [(spec.weight, w) for w in weights]
     dtypes = [jnp.result_type(x, w) for w in weights]
     return tuple(gather_products(spec.ring, spec.moved, spec.x, x, others, [spec.result] * len(weights), dtypes))
 
 
-def _gather_forward(spec: _Spec, x, *weights):
-    return _gather_matmul(spec, x, *weights), (x, weights)
-
-
-def _gather_backward(spec: _Spec, kept, gradients):
-    x, weights = kept
-    pairs = [(spec.result, g, spec.weight, w) for g, w in zip(gradients, weights, strict=True)]
-    by_x = scatter_products(spec.ring, spec.moved, spec.x, pairs, x.dtype)
-    others = [(spec.result, g) for g in gradients]
-    by_weights = gather_products(
-        spec.ring, spec.moved, spec.x, x, others, [spec.weight] * len(weights), [w.dtype for w in weights]
-    )
-    return by_x, *by_weights
-
-
-_gather_matmul.defvjp(_gather_forward, _gather_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul_scatter(spec: _Spec, x, weight):
-    pairs = [(spec.x, x, spec.weight, weight)]
-    return scatter_products(spec.ring, spec.moved, spec.result, pairs, jnp.result_type(x, weight))
-
-
-def _scatter_forward(spec: _Spec, x, weight):
-    return _matmul_scatter(spec, x, weight), (x, weight)
-
-
-def _scatter_backward(spec: _Spec, kept, gradient):
-    x, weight = kept
+def _scatter_gradients(spec: _Spec, operands, gradient):
+    x, weight = operands
     others, results = [(spec.weight, weight), (spec.x, x)], [spec.x, spec.weight]
     dtypes = [x.dtype, weight.dtype]
     return tuple(gather_products(spec.ring, spec.moved, spec.result, gradient, others, results, dtypes))
 
 
-_matmul_scatter.defvjp(_scatter_forward, _scatter_backward)
+@_derived(_scatter_gradients)
+def _matmul_scatter(spec: _Spec, x, weight):
+    pairs = [(spec.x, x, spec.weight, weight)]
+    return scatter_products(spec.ring, spec.moved, spec.result, pairs, jnp.result_type(x, weight))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _reduce_gradients(spec: _Spec, operands, gradient):
+    x, weight = operands
+    gradient = vary(gradient, varying_axes(x))
+    by_x = _local(spec.result, gradient, spec.weight, weight, spec.x)
+    return by_x.astype(x.dtype), _local(spec.x, x, spec.result, gradient, spec.weight).astype(weight.dtype)
+
+
+@_derived(_reduce_gradients)
 def _matmul_reduce(spec: _Spec, x, weight):
     ring, moved = spec.ring, spec.moved
     rows, one = next(_rows(spec.x, spec.weight, spec.result), None), dataclasses.replace(ring, chunks=1)
@@ -355,17 +371,3 @@ def _matmul_reduce(spec: _Spec, x, weight):
                 lax.all_gather(mine, ring.axis, axis=spec.result.index(moved.name), tiled=True, to="invarying")
             )
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, spec.result.index(rows))
-
-
-def _reduce_forward(spec: _Spec, x, weight):
-    return _matmul_reduce(spec, x, weight), (x, weight)
-
-
-def _reduce_backward(spec: _Spec, kept, gradient):
-    x, weight = kept
-    gradient = vary(gradient, varying_axes(x))
-    by_x = _local(spec.result, gradient, spec.weight, weight, spec.x)
-    return by_x.astype(x.dtype), _local(spec.x, x, spec.result, gradient, spec.weight).astype(weight.dtype)
-
-
-_matmul_reduce.defvjp(_reduce_forward, _reduce_backward)
