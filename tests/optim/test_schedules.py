@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from trellis.optim import WSD, Constant, Cosine, InverseSqrt, Linear, learning_rates
+from trellis import UserError
+from trellis.optim import WSD, AdamW, Constant, Cosine, InverseSqrt, Linear, learning_rates, make_optimizer
 
 STEPS, PEAK = 20, 0.5
 
@@ -56,3 +57,13 @@ def test_without_warmup_the_first_step_is_near_the_peak():
 def test_the_last_step_has_the_final_rate(schedule):
     assert rates(schedule)[-1] == pytest.approx(0.25 * PEAK)
     assert max(rates(schedule)) == pytest.approx(PEAK)
+
+
+@pytest.mark.parametrize(
+    "schedule", [WSD(warmup_steps=4, decay_steps=17), Linear(warmup_steps=21), Cosine(warmup_steps=21)]
+)
+def test_a_schedule_that_does_not_fit_is_refused_also_without_a_run(schedule):
+    with pytest.raises(UserError, match="The schedule's warmup and decay must fit into the run"):
+        learning_rates(schedule, PEAK, STEPS)
+    with pytest.raises(UserError, match="must fit into the run"):
+        make_optimizer(AdamW(learning_rate=PEAK), schedule, steps=STEPS)

@@ -265,3 +265,20 @@ class InverseSqrt:
 
 
 Schedule = Constant | Linear | Cosine | WSD | InverseSqrt
+
+
+def check_fits(schedule: Schedule, steps: int) -> None:
+    """Refuses a schedule whose parts do not fit into a run of this many steps: it would skip some of them.
+
+    Raises:
+        UserError: warmup and decay take more steps than there are.
+    """
+    warmup, decay = schedule.warmup_steps, schedule.decay_steps if isinstance(schedule, WSD) else 0
+    needed = warmup + decay
+    if needed > steps and not isinstance(schedule, Constant | InverseSqrt):
+        raise UserError(
+            "The schedule's warmup and decay must fit into the run.",
+            seen=f"schedule.warmup_steps={warmup}{f', schedule.decay_steps={decay}' * bool(decay)}, steps={steps}",
+            where="schedule",
+            fix=f"use --steps {needed} or more, or shorten schedule.warmup_steps",
+        )

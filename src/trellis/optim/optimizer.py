@@ -55,8 +55,8 @@ def make_optimizer(
         An Optax transformation. `learning_rate` reads the last step's learning rate from its state.
 
     Raises:
-        UserError: by `init`, if a parameter is not an array of floats; by `update` in a manual function, if a rule that
-            compares elements gets slices.
+        UserError: the schedule does not fit into the steps; by `init`, if a parameter is not an array of floats; by
+            `update` in a manual function, if a rule that compares elements gets slices.
     """
     direction = _direction(config, vocab_size)
     rates = learning_rates(schedule, config.learning_rate, steps)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trellis.optim.config import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule
+from trellis.optim.config import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule, check_fits
 
 
 def learning_rates(schedule: Schedule, peak: float, steps: int) -> Callable[[jax.Array | int], jax.Array]:
@@ -25,7 +25,11 @@ def learning_rates(schedule: Schedule, peak: float, steps: int) -> Callable[[jax
 
     Returns:
         A function of the step's number that can be traced: "" -> float32 "".
+
+    Raises:
+        UserError: the schedule's warmup and decay take more than `steps`.
     """
+    check_fits(schedule, steps)
     warmup = schedule.warmup_steps
     parts = [optax.linear_schedule(0.0, peak, max(warmup, 1)), *_after_warmup(schedule, peak, steps)]
     starts = [warmup, *([steps - schedule.decay_steps] if isinstance(schedule, WSD) else [])]
@@ -35,7 +39,7 @@ def learning_rates(schedule: Schedule, peak: float, steps: int) -> Callable[[jax
 
 def _after_warmup(schedule: Schedule, peak: float, steps: int) -> list[optax.Schedule]:
     """What follows the warmup; each part counts its own steps from 0."""
-    left = max(steps - schedule.warmup_steps, 1)
+    left = max(steps - schedule.warmup_steps, 1)  # all steps may be of the warmup
     match schedule:
         case Constant():
             return [optax.constant_schedule(peak)]

@@ -10,7 +10,7 @@ from trellis.frozen import FrozenMap
 from trellis.models import ModelConfig
 from trellis.models.protocol import stacked
 from trellis.nn import Precision
-from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule, is_below_one
+from trellis.optim.config import Optimizer, Schedule, check_fits, is_below_one
 from trellis.run.cpu import Cpu
 from trellis.run.data import Data, MixtureSource
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
@@ -282,7 +282,7 @@ class Run:
             raise UserError(rule, seen=self.ema, where="ema", fix="use a decay such as 0.999")
         self._check_batch()
         self._check_weights()
-        self._check_schedule()
+        check_fits(self.schedule, self.steps)
         self._check_sequence()
         self._check_profile()
         self._check_pipeline()
@@ -412,19 +412,6 @@ class Run:
                     fix=f"use --steps {last + 1} or more, with --until {self.steps} to pause there, or leave that "
                     "weight out of a new run",
                 )
-
-    def _check_schedule(self) -> None:
-        warmup = self.schedule.warmup_steps
-        decay = self.schedule.decay_steps if isinstance(self.schedule, WSD) else 0
-        needed = warmup + decay
-        if needed > self.steps and not isinstance(self.schedule, Constant | InverseSqrt):
-            raise UserError(
-                "The schedule's warmup and decay must fit into the run.",
-                seen=f"schedule.warmup_steps={warmup}{f', schedule.decay_steps={decay}' * bool(decay)}, "
-                f"steps={self.steps}",
-                where="schedule",
-                fix=f"use --steps {needed} or more, or shorten schedule.warmup_steps",
-            )
 
     def _check_sequence(self) -> None:
         positions = self.model.positions
