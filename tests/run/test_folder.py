@@ -27,6 +27,7 @@ from trellis.run.folder import (
     check_path,
     check_run_folder,
     claim,
+    made,
     new_folder,
     open_run,
     unchanged_if_refused,
@@ -274,12 +275,10 @@ def test_a_batch_that_does_not_divide_is_mended_by_the_mesh_where_a_run_goes_on(
     )
 
 
-def test_a_new_folder_has_the_name_and_the_date(tmp_path):
-    folder = new_folder(tiny(), tmp_path)
+def test_a_new_folder_has_the_name_and_the_date_and_is_of_one_run(tmp_path):
+    folder = new_folder(tiny(), tmp_path / "runs")
     assert re.fullmatch(r"tiny-\d{8}-\d{6}", folder.name)
-    folder.mkdir()
-    taken = [new_folder(tiny(), tmp_path) for _ in range(2)]
-    assert all(not path.exists() for path in taken)
+    assert [made(folder).name for _ in range(3)] == [folder.name, f"{folder.name}-2", f"{folder.name}-3"]
 
 
 def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path):

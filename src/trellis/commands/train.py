@@ -41,6 +41,7 @@ def execute(args: argparse.Namespace) -> int:
         check_run_folder,
         claim,
         has_begun,
+        made,
         new_folder,
         unchanged_if_refused,
         with_own_tokenizer,
@@ -90,6 +91,8 @@ def execute(args: argparse.Namespace) -> int:
         )
     done = lambda: max(finished_steps(folder / "checkpoints"), default=0)
     check_devices()
+    if args.run_dir is None and resumed is None:
+        folder = made(folder)
     with left_alone(lambda: told_of_last_good(folder / "checkpoints")), alone_together(folder):
         check_folder(folder)
         check_alike(run, until=args.until)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import platform
 import re
 import sys
@@ -43,13 +44,38 @@ _TRIES, _BETWEEN = 10, 0.05
 
 
 def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
-    """`runs/NAME-DATE`, followed by a number if that is taken."""
-    base = parent / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, number = base, 1
-    while folder.exists():
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
-    return folder
+    """`runs/NAME-DATE`, the name of a new run's folder; `made` makes it."""
+    return parent / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def made(folder: Path) -> Path:
+    """A new folder of this name, followed by a number if that is taken, also by a run that starts at the same time.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
+    with _writable(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            free = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+            with contextlib.suppress(FileExistsError):
+                free.mkdir()
+                break
+    return free
+
+
+@contextlib.contextmanager
+def _writable(folder: Path) -> Generator[None]:
+    """Within it, an error of the file system is one of ours, about the run's folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            "The run's folder must be writable.",
+            seen=error.strerror,
+            where=str(folder),
+            fix="use another --run-dir, in a folder that you can write to",
+        ) from None
 
 
 def check_path(folder: Path) -> None:
@@ -291,16 +317,9 @@ def alone(folder: Path) -> Generator[None]:
     Raises:
         UserError: another process trains in the folder.
     """
-    try:
+    with _writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a")
-    except OSError as error:
-        raise UserError(
-            "The run's folder must be writable.",
-            seen=error.strerror,
-            where=str(folder),
-            fix="use another --run-dir, in a folder that you can write to",
-        ) from None
     with file:
         tries = _TRIES
         while not _locked(file):
