@@ -46,6 +46,8 @@ THREE = {"coordinator_address": "h:1", "num_processes": 2, "process_id": 1, "clu
         ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, {}, None),
         ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"}, {}, {"cluster_detection_method": "k8s"}),
         ({"KUBERNETES_SERVICE_HOST": "h"}, {}, None),
+        ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"}, {"processes": 1}, None),
+        (SLURM, {"processes": 1, "process": 0}, None),
         ({}, {"tpu": True}, {}),
         (SLURM, {"coordinator": "h:1", "processes": 2, "process": 1}, THREE),
     ],
@@ -63,8 +65,9 @@ def test_clusters_are_found(env, options, expected):
             {},
             {"coordinator": "h", "processes": 2, "process": 0},
             "must be an address and a port",
-            "write it as HOST:PORT",
+            "write it as HOST:PORT, with a port from 1 to 65535",
         ),
+        ({}, {"coordinator": "h:65536", "processes": 2, "process": 1}, "must be an address and a port", "1 to 65535"),
         (
             {},
             {"coordinator": "h:1", "processes": 2, "process": 2},
@@ -82,6 +85,15 @@ def test_wrong_options_are_refused(env, options, rule, fix):
     with pytest.raises(UserError) as error:
         detect(env, **options)
     assert rule in error.value.rule and error.value.fix.endswith(fix)
+
+
+def test_a_pod_that_finds_no_others_is_told_how_to_train_alone(monkeypatch):
+    for name in ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(UserError, match="must be able to reach process 0") as error:
+        initialize()
+    assert error.value.fix.startswith("for one pod use --distributed.processes 1; several need a headless service")
+    assert not initialize(processes=1)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

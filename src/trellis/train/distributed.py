@@ -33,8 +33,9 @@ def detect(
 ) -> dict[str, Any] | None:
     """The arguments for `jax.distributed.initialize`, or None if the run is one process.
 
-    They are looked for in this order: three options; a SLURM step, Open MPI, a Kubernetes indexed job, each of more
-    than one process; a TPU host, where JAX asks the platform. With SLURM and GPUs each task gets its share of the
+    They are looked for in this order: three options, or a number of processes that is 1, which is one whatever a
+    cluster says; a SLURM step or Open MPI, of more than one process; a Kubernetes
+    indexed job; a TPU host, where JAX asks the platform. With SLURM and GPUs each task gets its share of the
     node's GPUs (JAX alone gives a task one GPU, even if one task is to drive all eight).
 
     Args:
@@ -48,6 +49,8 @@ def detect(
         UserError: the options are incomplete or wrong, or needed to complete what was found of a cluster.
     """
     options = {"coordinator": coordinator, "processes": processes, "process": process}
+    if processes == 1 and coordinator is None and process in (None, 0):
+        return None
     if processes is None and process is None and "OMPI_COMM_WORLD_SIZE" in env:
         processes, process = _count(env, "OMPI_COMM_WORLD_SIZE"), _count(env, "OMPI_COMM_WORLD_RANK")
         if processes == 1:
@@ -132,12 +135,20 @@ def _awaited(found: dict[str, Any], seconds: int) -> Generator[None]:
 
 
 def _not_joined(found: dict[str, Any], seen: str) -> UserError:
+    fix = (
+        "check that all processes run, each with its own number and the same options otherwise, and that the port of "
+        "process 0 is open"
+    )
+    if found.get("cluster_detection_method") == "k8s":  # only its API knows how many pods a job has
+        fix = (
+            "for one pod use --distributed.processes 1; several need a headless service and `pip install kubernetes`, "
+            f"or the three options --distributed.*; {fix}"
+        )
     return UserError(
         "All processes of a run must be able to reach process 0.",
         seen=seen,
         where=f"jax.distributed.initialize({', '.join(f'{k}={v!r}' for k, v in found.items())})",
-        fix="check that all processes run, each with its own number and the same options otherwise, and that the port "
-        "of process 0 is open",
+        fix=fix,
     )
 
 
@@ -183,16 +194,19 @@ def _from_options(coordinator: str | None, processes: int | None, process: int |
             where=where,
             fix=f"add {missing}",
         )
-    if not re.fullmatch(r".+:\d+", coordinator):
+    if not re.fullmatch(r".+:[0-9]{1,5}", coordinator) or not 0 < int(coordinator.rpartition(":")[2]) < 2**16:
         raise UserError(
-            "A coordinator must be an address and a port.", seen=coordinator, where=where, fix="write it as HOST:PORT"
+            "A coordinator must be an address and a port.",
+            seen=coordinator,
+            where=where,
+            fix="write it as HOST:PORT, with a port from 1 to 65535",
         )
     if processes < 2:
         raise UserError(
             "The number of processes must be 2 or more.",
             seen=f"--distributed.processes {processes}",
             where=where,
-            fix="leave the options out",
+            fix="for one process use --distributed.processes 1 alone, or leave the options out",
         )
     if not 0 <= process < processes:
         raise UserError(
