@@ -9,6 +9,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
+
 from trellis.errors import UserError, did_you_mean, shortened
 from trellis.frozen import FrozenMap
 
@@ -25,7 +27,8 @@ def check_choices(config: Any) -> None:
 
     What is read from a file or a command line has been checked; what a program makes has not. Where a dataclass calls
     this first when it is made, a misspelt word is never taken for another one's opposite. Lists become tuples, and
-    dictionaries maps that cannot be changed.
+    dictionaries maps that cannot be changed; numbers of NumPy become Python's, and 0 and 1 False and True where one of
+    these is wanted.
 
     Raises:
         UserError: a field, or an element of it, has another word; a field of several words, or of true and false, is a
@@ -34,6 +37,8 @@ def check_choices(config: Any) -> None:
     for name in _kinds(type(config)):
         if isinstance(value := getattr(config, name), list | dict):
             object.__setattr__(config, name, tuple(value) if isinstance(value, list) else FrozenMap(value))
+        elif isinstance(value, np.generic):  # files have no numbers of NumPy
+            object.__setattr__(config, name, value.item())
     for name in _lists(type(config)):
         if isinstance(value := getattr(config, name), str):
             rule = f"`{name}` must be a tuple of words: of a text, each letter would be one."
@@ -42,6 +47,8 @@ def check_choices(config: Any) -> None:
         if (value := getattr(config, name)) not in (True, False) and not (optional and value is None):
             rule = f"`{name}` must be True or False{' or None' * optional}."
             raise UserError(rule, seen=f"{name}={value!r}", where=name, fix="write one of them, not as a text")
+        if value is not None:  # 1 is one of them, but not in a file
+            object.__setattr__(config, name, bool(value))
     for name, (kind, optional) in _numbers(type(config)).items():
         value, known = getattr(config, name), numbers.Integral if kind is int else numbers.Real
         if (isinstance(value, bool) or not isinstance(value, known)) and not (optional and value is None):

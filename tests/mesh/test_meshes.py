@@ -143,6 +143,7 @@ def test_unknown_gather():
     "make, message",
     [
         (lambda: make_mesh(data=2.0, model=4), r"a positive integer size, .* got data=2.0 model=4, in make_mesh"),
+        (lambda: make_mesh(data=8, model=True), r"a positive integer size, .* got data=8 model=True, in make_mesh"),
         (lambda: make_mesh(**{"a/b": 8}), r"a name that is valid in a type, got 'a/b', in make_mesh"),
         (lambda: Layout(None), r"a layout needs a mesh, got None, in Layout"),
         (
@@ -156,6 +157,8 @@ def test_unknown_gather():
         (lambda: Layout(make_mesh(data=8), uneven=5), r"got uneven=5, in Layout: write uneven=\('layers',\)"),
         (lambda: Layout(make_mesh(data=8), pipeline_groups=0), r"1 or more, got pipeline_groups=0, in Layout"),
         (lambda: Layout(make_mesh(data=8), pipeline_groups=None), r"1 or more, got pipeline_groups=None"),
+        (lambda: Layout(make_mesh(data=8), pipeline_groups=True), r"1 or more, got pipeline_groups=True, in Layout"),
+        (lambda: Layout(make_mesh(data=8), strict="no"), r"must be True or False, got strict='no', in Layout: pass"),
         (lambda: Layout(make_mesh(data=8), pipeline_microbatches=0), r"1 or more, got pipeline_microbatches=0"),
         (lambda: Layout(make_mesh(data=8), pipeline_microbatches="4"), r"got pipeline_microbatches='4', in Layout"),
     ],

@@ -11,8 +11,9 @@ from trellis.choices import check_choices
 from trellis.errors import UserError
 from trellis.nn import Precision
 from trellis.nn.moe import Routing
+from trellis.optim import AdamW, Constant, decayed, make_optimizer
 from trellis.recipes import load_run, tiny
-from trellis.run.config import BatchSize, SequenceLength
+from trellis.run.config import BatchSize, Evaluation, SequenceLength
 from trellis.run.data import MixturePart
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import fields_of, tag_of
@@ -126,10 +127,24 @@ def test_a_program_may_give_lists_dictionaries_and_numbers_of_numpy(tmp_path):
     sizes, lengths = [BatchSize(step=0, size=8)], [SequenceLength(step=3, length=128)]
     layout = dataclasses.replace(tiny().layout, params={"embed": "data"})
     changes = {"steps": np.int64(9), "clip_norm": np.float32(0.5), "layout": layout}
+    assert dataclasses.replace(tiny(), batch_size=np.int64(8)).batch_sizes()[0].size == 8
+    assert MixturePart(name="a", path="stores/a", weight=np.float32(0.5)).weight == 0.5
+    changes |= {"scan_layers": np.float32(1), "evaluation": Evaluation(every=2, sample=1)}  # true, as `==` has it
     run = dataclasses.replace(tiny(), batch_size=sizes, lengths=lengths, **changes)
     assert run.batch_size == tuple(sizes) and run.lengths == tuple(lengths) and hash(run)
     write_run(run, tmp_path / "run.yaml")
     assert read_run(tmp_path / "run.yaml") == run
+
+
+def test_a_decay_is_excluded_by_words():
+    for words in ("norm", ("norm", "")):
+        rule = "Words that leave parameters out of weight decay must be a tuple of them, none empty"
+        with pytest.raises(UserError, match=rule):
+            make_optimizer(AdamW(learning_rate=1.0), Constant(warmup_steps=0), steps=1, exclude=words)
+        with pytest.raises(UserError, match=rule):
+            decayed({"w": np.ones((2, 3))}, words)
+    with pytest.raises(UserError, match=rule):
+        dataclasses.replace(tiny(), weight_decay_exclude=("norm", ""))
 
 
 def test_there_are_such_fields():

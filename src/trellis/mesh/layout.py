@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from trellis._compat import mapped_over
+from trellis.choices import is_count
 from trellis.mesh.meshes import MeshError, mesh_text
 from trellis.notation import spec_of
 from trellis.notation.binding import check_divides
@@ -167,6 +168,8 @@ class Layout:
                 f"a layout's gather must be 'joint' or 'per_axis', got gather={self.gather!r}, in Layout: pass one of "
                 "the two"
             )
+        if not isinstance(self.strict, bool):
+            raise MeshError(f"a layout's strict must be True or False, got strict={self.strict!r}, in Layout: pass one")
         for field, kinds, example in (
             ("context", (Mapping, tuple, list), "context={'context': 'exchange'}"),
             ("dealt", (str, tuple, list), "dealt='context'"),
@@ -211,7 +214,7 @@ class Layout:
         for field in ("pipeline_microbatches", "pipeline_groups"):
             count = getattr(self, field)
             chosen = count is None and field == "pipeline_microbatches"
-            if not (chosen or (isinstance(count, int) and count >= 1)):
+            if not (chosen or is_count(count)):
                 raise MeshError(
                     f"a layout's {field} must be a whole number of 1 or more, got {field}={count!r}, in Layout: write "
                     "such a number, or leave it out"

@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, Sharding, SingleDeviceSharding
 
+from trellis.choices import is_count
 from trellis.errors import TrellisError
 from trellis.mesh.platform import all_devices, are_cpus, platform_of_devices
 from trellis.notation.shape import is_name
@@ -107,7 +108,7 @@ def _resolve(sizes: dict[str, int], count: int) -> dict[str, int]:
             f"a mesh axis needs a name that is valid in a type, got {bad[0]!r}, in make_mesh: use letters, digits and "
             "underscores"
         )
-    if bad := [n for n, s in sizes.items() if not isinstance(s, int | np.integer) or s < 1 and s != -1]:
+    if bad := [n for n, s in sizes.items() if not is_count(s) and (s != -1 or not isinstance(s, int | np.integer))]:
         raise MeshError(
             f"a mesh axis must have a positive integer size, or -1 for the remaining devices, got {shown}, in "
             f"make_mesh: correct '{bad[0]}'"

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import optax
 
+from trellis.errors import UserError
 from trellis.mesh.reshard import place
 from trellis.mesh.route import Axes
 from trellis.named import is_named
@@ -122,5 +123,20 @@ def decayed(params: Any, exclude: Sequence[str]) -> Any:
     >>> import jax.numpy as jnp
     >>> decayed({"w": jnp.ones((2, 3)), "norm": jnp.ones((2, 3)), "scale": jnp.ones(3)}, ["norm"])
     {'norm': False, 'scale': False, 'w': True}
+
+    Raises:
+        UserError: `exclude` is a text, or has an empty one, which would name every parameter.
     """
+    check_words(exclude)
     return label(params, lambda p: p.role in (Role.WEIGHT, Role.TABLE) and not p.matches(exclude))
+
+
+def check_words(exclude: Sequence[str]) -> None:
+    """Refuses words for parameters of which one is in every name: of a text each letter would be a word."""
+    if isinstance(exclude, str) or "" in exclude:
+        raise UserError(
+            "Words that leave parameters out of weight decay must be a tuple of them, none empty.",
+            seen=f"{exclude!r}",
+            where="weight_decay_exclude",
+            fix="write ('norm', 'bias'), or () for none",
+        )

@@ -11,6 +11,7 @@ from trellis.models import ModelConfig
 from trellis.models.protocol import stacked
 from trellis.nn import Precision
 from trellis.optim.config import Optimizer, Schedule, check_fits, is_below_one
+from trellis.optim.groups import check_words
 from trellis.run.cpu import Cpu
 from trellis.run.data import Data, MixtureSource
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
@@ -171,7 +172,8 @@ class Distributed:
     """Address and port of process 0, as in 10.0.0.1:8476. Give the other two with it, unless they are detected. Set it
     if the processes are started by hand."""
     processes: int | None = None
-    """Number of processes. Set it with the coordinator."""
+    """Number of processes. Set it with the coordinator; or to 1, by itself, for one process that a cluster's variables
+    would take for one of several."""
     process: int | None = None
     """Number of this process, from 0. Set it with the coordinator, to its own number in each process."""
 
@@ -283,6 +285,7 @@ class Run:
         self._check_batch()
         self._check_weights()
         check_fits(self.schedule, self.steps)
+        check_words(self.weight_decay_exclude)
         self._check_sequence()
         self._check_profile()
         self._check_pipeline()
