@@ -333,3 +333,12 @@ def test_a_gpt_oss_whose_layers_are_no_pairs():
     for kinds in (None, ["sliding_attention", "full_attention", "sliding_attention"]):
         error = refused("gpt_oss", odd | {"layer_types": kinds})
         assert error.rule.startswith("`layers` must be even") and error.seen == "layers=3"
+
+
+@pytest.mark.parametrize("kind", BY_TYPE)
+def test_layers_that_no_model_has_are_not_counted_out(kind):
+    field = "n_layer" if "n_layer" in contents(kind) else "num_hidden_layers"
+    for name in (field, "num_nextn_predict_layers"):
+        error = refused(kind, {**contents(kind), name: 10**30})
+        assert error.rule == f"The configuration of a {kind} must have at most 100,000 layers."
+        assert error.seen == f"{name}: {10**30}"

@@ -13,6 +13,9 @@ _ALWAYS: Mapping[str, Any] = {"is_causal": True, "per_layer_config": None}
 # Names that `transformers` has for the functions of which we write one name.
 _GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
 _ACTIVATIONS = {"silu": ("swish",), "gelu_new": _GELU, "gelu_pytorch_tanh": _GELU}
+# Fields that count layers, of which some families list the kinds; and far more than any model has.
+_LAYERS = ("num_hidden_layers", "n_layer", "num_nextn_predict_layers")
+_MOST_LAYERS = 100_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,10 @@ class Family:
                 )
         hub = {self.aliases.get(name, name): value for name, value in hub.items()}
         fix = "use the folder's config.json as `save_pretrained` writes it"
+        for field in _LAYERS:
+            if isinstance(count := hub.get(field), int) and count > _MOST_LAYERS:
+                rule = f"The configuration of a {self.model_type} must have at most {_MOST_LAYERS:,} layers."
+                raise UserError(rule, seen=f"{field}: {count}", where=where, fix=fix)
         rule = f"The configuration of a {self.model_type} must have values of the types that transformers writes."
         for field, share in self.dropped_in(hub).items():
             if type(share) not in (int, float) or not 0 <= share <= 1:
