@@ -103,13 +103,16 @@ def write_whole(path: Path, text: str) -> None:
     at once the last one stays."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with naming(path), open(part, "w", encoding="utf-8") as file:
+        with open(part, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # of the file that is asked for
+            error.filename, error.filename2 = str(path), None
         raise
 
 

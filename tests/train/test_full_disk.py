@@ -144,6 +144,13 @@ def test_an_error_about_a_file_that_is_open_names_it(tmp_path, monkeypatch, numb
     assert isinstance(explain(error.value, GOOD), RunStopped), "and no traceback"
 
 
+def test_a_page_without_a_folder_is_named_as_it_was_asked_for(tmp_path):
+    for path in (tmp_path / "none" / "page.html", tmp_path):
+        with pytest.raises(OSError) as error:
+            write_whole(path, "nothing")
+        assert error.value.filename == str(path)
+
+
 def test_of_two_that_write_a_file_at_once_the_last_one_stays(tmp_path, monkeypatch):
     """Two runs keep what they measured of their machine; `trellis report` while a run writes its own."""
 
