@@ -156,6 +156,8 @@ def test_the_same_step_is_the_same_batch_and_epochs_reshuffle(folder):
     assert not np.array_equal(epoch(0)[: rows * 4], epoch(1)[: rows * 4])
     other = Batches(store, sequence_length=8, batch_size=4, seed=10)
     assert not np.array_equal(a.batch(0).targets, other.batch(0).targets)
+    of_numpy = Batches(store, sequence_length=8, batch_size=4, seed=np.int64(10))
+    assert np.array_equal(of_numpy.batch(0).targets, other.batch(0).targets)
 
 
 @given(

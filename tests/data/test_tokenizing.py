@@ -208,7 +208,7 @@ def test_training_on_a_store_that_is_being_written(tmp_path):
     try:
         source = SlowSource(files=find_files(path))
         thread = threading.Thread(target=lambda: tokenize(
-            source, tmp_path / "out", use_bytes=True, workers=0, commit_seconds=0.0, chunk_tokens=64,
+            source, tmp_path / "out", use_bytes=True, workers=0, commit_seconds=0.0, chunk_tokens=np.int64(64),
             chunk_offsets=8))  # fmt: skip
         thread.start()
         while not (tmp_path / "out" / "offsets" / "zarr.json").exists() or len(passed) < 4:

@@ -111,6 +111,7 @@ class Batches:
         mask_documents: bool = True,
     ):
         _check(data, seed, shuffle)
+        seed = int(seed)  # keys of an order are Python's numbers, which have no size
         self.seed, self.data = seed, data
         self.sizes, self._pad_last = BatchSizes(batch_size, sequence_length), pad_last
         self._mask_documents = mask_documents

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -98,6 +99,7 @@ def tokenize(
             where="--on-error",
             fix="use fail or skip",
         )
+    chunk_tokens, chunk_offsets, train_bytes = map(operator.index, (chunk_tokens, chunk_offsets, train_bytes))
     if min(chunk_tokens, chunk_offsets, train_bytes) < 1:
         raise UserError(
             "The sizes of chunks and of the training sample must be 1 or more.",
