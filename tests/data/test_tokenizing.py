@@ -45,7 +45,7 @@ def corpus(tmp_path, monkeypatch) -> FileSource:
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_number_of_workers_changes_nothing(corpus, tmp_path, workers):
-    options = {"train_bpe": 300, "train_bytes": 100_000, "chunk_tokens": 4096, "chunk_offsets": 64}
+    options = {"train_bpe": 300, "train_bytes": 100_000, "chunk_tokens": np.int64(4096), "chunk_offsets": 64}
     one = tokenize(corpus, tmp_path / "one", workers=0, **options)
     tokenize(corpus, tmp_path / "many", workers=workers, commit_seconds=0.0, **options)
     assert tree(tmp_path / "one") == tree(tmp_path / "many")
@@ -208,7 +208,7 @@ def test_training_on_a_store_that_is_being_written(tmp_path):
     try:
         source = SlowSource(files=find_files(path))
         thread = threading.Thread(target=lambda: tokenize(
-            source, tmp_path / "out", use_bytes=True, workers=0, commit_seconds=0.0, chunk_tokens=np.int64(64),
+            source, tmp_path / "out", use_bytes=True, workers=0, commit_seconds=0.0, chunk_tokens=64,
             chunk_offsets=8))  # fmt: skip
         thread.start()
         while not (tmp_path / "out" / "offsets" / "zarr.json").exists() or len(passed) < 4:
