@@ -67,3 +67,11 @@ def test_a_schedule_that_does_not_fit_is_refused_also_without_a_run(schedule):
         learning_rates(schedule, PEAK, STEPS)
     with pytest.raises(UserError, match="must fit into the run"):
         make_optimizer(AdamW(learning_rate=PEAK), schedule, steps=STEPS)
+
+
+def test_numbers_that_turn_gradients_around_are_refused_also_without_a_run():
+    for wrong in (-1.0, 0.0, math.nan):
+        with pytest.raises(UserError, match="`clip_norm` must be positive"):
+            make_optimizer(AdamW(learning_rate=PEAK), Constant(warmup_steps=0), steps=STEPS, clip_norm=wrong)
+        with pytest.raises(UserError, match="A learning rate must be positive"):
+            learning_rates(Constant(warmup_steps=0), wrong, STEPS)

@@ -282,3 +282,15 @@ def check_fits(schedule: Schedule, steps: int) -> None:
             where="schedule",
             fix=f"use --steps {needed} or more, or shorten schedule.warmup_steps",
         )
+
+
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Refuses a norm to clip gradients to that is not positive: a negative one would turn them around."""
+    if clip_norm is not None and not clip_norm > 0:
+        fix = "use 1.0, or null for no clipping"
+        raise UserError("`clip_norm` must be positive.", seen=clip_norm, where="clip_norm", fix=fix)
+
+
+def check_peak(peak: float) -> None:
+    """Refuses a peak learning rate with which nothing is learned."""
+    _check(0 < peak < float("inf"), "A learning rate must be positive.", "learning_rate", peak, "try 0.0003")

@@ -13,7 +13,7 @@ from trellis.nn.parameters import Parameter, parameters
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 from trellis.optim.adafactor import adafactor
-from trellis.optim.config import Adafactor, AdamW, Lion, Muon, Optimizer, Schedule
+from trellis.optim.config import Adafactor, AdamW, Lion, Muon, Optimizer, Schedule, check_clip_norm
 from trellis.optim.groups import check_words, decayed
 from trellis.optim.muon import muon
 from trellis.optim.narrow import in_eight_bits
@@ -55,11 +55,12 @@ def make_optimizer(
         An Optax transformation. `learning_rate` reads the last step's learning rate from its state.
 
     Raises:
-        UserError: the schedule does not fit into the steps, or `exclude` is a text or has an empty one; by `init`, if a
-            parameter is not an array of floats; by `update` in a manual function, if a rule that compares elements
-            gets slices.
+        UserError: the schedule does not fit into the steps, `clip_norm` is not positive, or `exclude` is a text or has
+            an empty one; by `init`, if a parameter is not an array of floats; by `update` in a manual function, if a
+            rule that compares elements gets slices.
     """
     check_words(exclude)
+    check_clip_norm(clip_norm)
     direction = _direction(config, vocab_size)
     rates = learning_rates(schedule, config.learning_rate, steps)
     rule = optax.chain(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trellis.optim.config import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule, check_fits
+from trellis.optim.config import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule, check_fits, check_peak
 
 
 def learning_rates(schedule: Schedule, peak: float, steps: int) -> Callable[[jax.Array | int], jax.Array]:
@@ -27,8 +27,9 @@ def learning_rates(schedule: Schedule, peak: float, steps: int) -> Callable[[jax
         A function of the step's number that can be traced: "" -> float32 "".
 
     Raises:
-        UserError: the schedule's warmup and decay take more than `steps`.
+        UserError: the schedule's warmup and decay take more than `steps`, or the peak is not positive.
     """
+    check_peak(peak)
     check_fits(schedule, steps)
     warmup = schedule.warmup_steps
     parts = [optax.linear_schedule(0.0, peak, max(warmup, 1)), *_after_warmup(schedule, peak, steps)]

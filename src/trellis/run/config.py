@@ -10,7 +10,7 @@ from trellis.frozen import FrozenMap
 from trellis.models import ModelConfig
 from trellis.models.protocol import stacked
 from trellis.nn import Precision
-from trellis.optim.config import Optimizer, Schedule, check_fits, is_below_one
+from trellis.optim.config import Optimizer, Schedule, check_clip_norm, check_fits, is_below_one
 from trellis.optim.groups import check_words
 from trellis.run.cpu import Cpu
 from trellis.run.data import Data, MixtureSource
@@ -276,9 +276,7 @@ class Run:
             raise UserError(
                 rule, seen=self.devices, where="devices", fix="use fewer, or `trellis plan`, which needs none"
             )
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            fix = "use 1.0, or null for no clipping"
-            raise UserError("`clip_norm` must be positive.", seen=self.clip_norm, where="clip_norm", fix=fix)
+        check_clip_norm(self.clip_norm)
         if self.ema is not None and not (self.ema > 0 and is_below_one(self.ema)):
             rule = "`ema` must be between 0 and 1, in float32 too."
             raise UserError(rule, seen=self.ema, where="ema", fix="use a decay such as 0.999")
