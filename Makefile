@@ -25,12 +25,10 @@ PYTEST = $(if $(JEMALLOC),LD_PRELOAD=$(JEMALLOC) MALLOC_CONF=thp:always) $(BIN)/
 test: lint
 	$(PYTEST)
 
-# The inner loop. `quick` goes without the linters, with the first of every so many cases of a test, in these rooms or all.
-EVERY ?= 1
-ROOMS ?=
+# The inner loop. `quick` goes without the linters.
 check: lint quick
 quick: $(VENV)/test.stamp
-	$(PYTEST) -m "not slow" --every=$(EVERY) $(ROOMS)
+	$(PYTEST) -m "not slow"
 
 # Random programs in the language, each against its twin in plain jax.numpy: make fuzz COUNT=10000 SEED=0
 COUNT ?= 1000

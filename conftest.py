@@ -1,6 +1,5 @@
 """Eight CPU devices, strict promotion: set before JAX looks at its devices."""
 
-import collections
 import ctypes
 import functools
 import gc
@@ -72,7 +71,6 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 
 def pytest_addoption(parser):
     parser.addoption("--regenerate", action="store_true", help="write golden files anew instead of comparing with them")
-    parser.addoption("--every", type=int, default=1, help="of each test's cases only the first of every so many")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -96,13 +94,6 @@ def pytest_collection_modifyitems(config, items):
         but = next(mark.kwargs["but"] for mark in each[0].own_markers if "but" in mark.kwargs)
         for item in each[:: -(-len(each) // but)]:
             item.own_markers = [mark for mark in item.own_markers if "but" not in mark.kwargs]
-    if config.option.every > 1:
-        met, kept = collections.Counter(), []
-        for item in items:
-            test = item.path, getattr(item, "originalname", item.name), item.get_closest_marker("slow") is None
-            kept += [item] if met[test] % config.option.every == 0 else []
-            met[test] += 1
-        items[:] = kept
 
 
 # Bytes that a process of the tests has before it lets go of compiled programs, and by which it grows before it does so
