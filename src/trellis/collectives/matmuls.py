@@ -311,7 +311,7 @@ def _derived(gradients: Callable) -> Callable:
         @made.defjvp
         def _derivative(spec: _Spec, operands, changes):
             out = made(spec, *operands)
-            along = linear(functools.partial(change, spec), functools.partial(gradients, spec))
+            along = linear(functools.partial(change, spec), functools.partial(gradients, spec), like=out)
             return out, along(operands, changes)
 
         return functools.wraps(product)(made)
