@@ -1,8 +1,10 @@
 """How a manual function is called: containers, arguments given before, `vmap`, and collectives of JAX's own."""
 
+import dataclasses
 import functools
 import typing
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +66,44 @@ def test_a_stack_of_arrays_with_any_leading_dimensions():
     x = put((4, 3, 8), "layers/d a embed/m")
     assert str(typeof(double(x))) == "f32[4/d 3 8/m]"
     assert str(typeof(double(tr.named(x, "layers a embed")))) == "f32[layers/d=4 a=3 embed/m=8]"
+
+
+class Scale(eqx.Module):
+    by: jax.Array
+
+    def __call__(self, x: f32["batch/d"]) -> f32["batch/d"]:
+        return x * self.by
+
+    method = __call__
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Twice:
+    by: int = 2
+
+    def __call__(self, x: f32["batch/d"], by: int = 2) -> f32["batch/d"]:
+        return x * by
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        Scale(jnp.float32(2)),
+        Scale(jnp.float32(2)).method,
+        eqx.filter_jit(Scale(jnp.float32(2)).method),
+        Twice(),
+        Twice().__call__,
+        jax.jit(Twice().__call__),
+        functools.partial(Twice().__call__, by=2),
+    ],
+    ids=["module", "its method", "compiled", "dataclass", "method", "jit", "partial"],
+)
+@pytest.mark.parametrize("made", [shard_map, tr.checked])
+def test_what_is_called_has_the_annotations_of_what_was_written(made, fn):
+    x = put((8,), "batch/d")
+    np.testing.assert_array_equal(made(fn)(x), x * 2)
+    with pytest.raises(TypeMismatch, match=r"an array must have the dtype of its annotation, got i32\[8/d\]"):
+        made(fn)(x.astype(jnp.int32))
 
 
 def test_numbers_of_numpy_are_taken_as_jax_takes_them():

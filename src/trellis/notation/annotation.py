@@ -159,6 +159,7 @@ def hints_of(obj) -> dict[str, typing.Any]:
     Raises:
         NotationError: an annotation written as a text names something that is not there.
     """
+    obj = written(obj)
     try:
         return _hints(obj)
     except NameError as error:
@@ -167,6 +168,18 @@ def hints_of(obj) -> dict[str, typing.Any]:
             f"`{getattr(obj, '__qualname__', obj)}`: define that name at the module's top level, or drop `from "
             "__future__ import annotations`"
         ) from error
+
+
+def written(obj):
+    """The function, or the class, whose annotations a callable's are: beneath `functools.partial`, a method's object,
+    `jax.jit`; of an object that is called, its class's `__call__`."""
+    if isinstance(obj, type | types.FunctionType):
+        return obj
+    for beneath in ("func", "__func__", "__wrapped__"):
+        if (beneath != "func" or isinstance(obj, functools.partial)) and callable(found := getattr(obj, beneath, None)):
+            return written(found)
+    call = type(obj).__call__ if callable(obj) else None
+    return call if isinstance(call, types.FunctionType) else obj
 
 
 def _hints(obj) -> dict[str, typing.Any]:

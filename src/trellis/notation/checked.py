@@ -21,6 +21,7 @@ from trellis.notation.annotation import (
     hint_text,
     hints_of,
     meant,
+    written,
 )
 from trellis.notation.binding import Bindings, TypeMismatch, binding, check_array, whole_sizes
 from trellis.notation.shape import Dim, Shape
@@ -82,7 +83,7 @@ def checked(fn: Callable) -> Callable:
         TypeMismatch: a value is not what its annotation says; names both places.
     """
     signature = inspect.signature(fn)
-    name = getattr(fn, "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
+    name = getattr(written(fn), "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
 
     @functools.wraps(fn)
     def call(*args, **kwargs):

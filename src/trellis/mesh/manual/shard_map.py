@@ -33,7 +33,7 @@ from trellis.notation import (
     spec_of,
     typeof,
 )
-from trellis.notation.annotation import DType, array_types, hint_text, hints_of
+from trellis.notation.annotation import DType, array_types, hint_text, hints_of, written
 from trellis.notation.binding import bind_shape, binding, check_array, check_divides, held_shape, manual_axes, real_axes
 from trellis.notation.checked import Leaf, is_typed_leaf, typed_leaves
 from trellis.notation.state import axes_in, mesh_of, mode_of, state_of
@@ -87,7 +87,7 @@ def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection
             f"shard_map takes a function, got {type(fn).__name__}, in shard_map: write @shard_map above one"
         )
     signature = inspect.signature(fn)
-    name = getattr(_written(fn), "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
+    name = getattr(written(fn), "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
     for parameter in signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise NotationError(
@@ -102,17 +102,12 @@ def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection
     return call
 
 
-def _written(fn: Callable) -> Callable:
-    """The function as it was written, beneath any `functools.partial`."""
-    return _written(fn.func) if isinstance(fn, functools.partial) else fn
-
-
 class _Call:
     """One call of a manual function."""
 
     def __init__(self, fn, signature, name: str, mesh, axes):
         self.fn, self.signature, self.name, self.mesh, self.asked = fn, signature, name, mesh, axes
-        self.hints = hints_of(_written(fn))
+        self.hints = hints_of(fn)
         self.bindings = Bindings(name)
         self.rebuild: Callable | None = None
 
