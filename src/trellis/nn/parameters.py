@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 
-from trellis.named import NamedArray, is_named
+from trellis.named import NamedArray, Stacked, is_named
 
 
 class Role(enum.StrEnum):
@@ -54,11 +54,13 @@ class Parameter(NamedTuple):
         path: its place in the model: `layers.block.attention.q` is the query weight of all layers.
         leaf: a named or plain array, or its type.
         declared: the role that its field's type says, or None.
+        stacks: the layers' axes of the `Stacked` around it, whatever their names.
     """
 
     path: str
     leaf: Any
     declared: Role | None = None
+    stacks: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,12 +79,13 @@ class Parameter(NamedTuple):
     @property
     def counting(self) -> int:
         """How many leading axes only count parameters of one kind (layers, experts)."""
-        return next((i for i, name in enumerate(self.names) if name not in COUNTING), len(self.names))
+        names, counting = self.names, (*COUNTING, *self.stacks)
+        return next((i for i, name in enumerate(names) if name not in counting), len(names))
 
     @property
     def of_layers(self) -> bool:
         """Whether its first axis counts layers, of any stack."""
-        return bool(self.names) and self.names[0] in _LAYERS
+        return bool(self.names) and self.names[0] in (*_LAYERS, *self.stacks)
 
     @property
     def is_stacked(self) -> bool:
@@ -109,23 +112,26 @@ def parameters(model: Any) -> list[Parameter]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_named)
     return [
-        Parameter(jax.tree_util.keystr(path, simple=True, separator="."), leaf, _declared(model, path))
+        Parameter(jax.tree_util.keystr(path, simple=True, separator="."), leaf, *told(model, path))
         for path, leaf in leaves
     ]
 
 
-def _declared(node: Any, path: tuple) -> Role | None:
-    """The role that the last field on the way to a leaf declares."""
-    role = None
+def told(node: Any, path: tuple) -> tuple[Role | None, tuple[str, ...]]:
+    """What a tree says of a leaf: the role that the last field on the way to it declares, and the layers' axes of the
+    stacks on this way."""
+    role, stacks = None, []
     for key in path:
+        if isinstance(node, Stacked):
+            stacks.append(node.axis.name)
         match key:
             case jax.tree_util.GetAttrKey(name=name):
                 role, node = _roles(type(node)).get(name), getattr(node, name)
             case jax.tree_util.DictKey(key=index) | jax.tree_util.SequenceKey(idx=index):
                 node = node[index]  # a list of weights is declared as one
             case _:
-                return None
-    return role
+                return None, tuple(stacks)
+    return role, tuple(stacks)
 
 
 @functools.cache

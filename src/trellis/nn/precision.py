@@ -12,7 +12,7 @@ from trellis.errors import UserError
 from trellis.frozen import FrozenMap
 from trellis.named import NamedArray, Narrow, is_named, random
 from trellis.named.backend import type_of_all
-from trellis.nn.parameters import COUNTING, Parameter, Role, parameters
+from trellis.nn.parameters import COUNTING, Parameter, Role, parameters, told
 
 DType = Literal["float32", "bfloat16", "float16"]
 ProductKind = Literal["fp8", "int8", "mxfp8", "nvfp4"]
@@ -211,15 +211,16 @@ def with_keys(model: Any, key: jax.Array | None) -> Any:
         return model
     count = 0
 
-    def leaf(x: Any) -> Any:
+    def leaf(path, x: Any) -> Any:
         nonlocal count
         if not isinstance(x, Narrow) or x.kind != "nvfp4":
             return x
         mine, count = jax.random.fold_in(jax.random.fold_in(key, _STREAM), count), count + 1
         name, *_ = x.weight.names
-        return dataclasses.replace(x, key=random.split(mine, x.weight.axis(name)) if name in COUNTING else mine)
+        counts = name in (*COUNTING, *told(model, path)[1])
+        return dataclasses.replace(x, key=random.split(mine, x.weight.axis(name)) if counts else mine)
 
-    return jax.tree.map(leaf, model, is_leaf=lambda x: isinstance(x, Narrow) or is_named(x))
+    return jax.tree_util.tree_map_with_path(leaf, model, is_leaf=lambda x: isinstance(x, Narrow) or is_named(x))
 
 
 def _first_of(asked: Mapping[str, Any], parameter: Parameter) -> Any:

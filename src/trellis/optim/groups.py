@@ -54,6 +54,11 @@ def sides(p: Parameter) -> tuple[tuple[int, ...], ...]:
     return tuple(found.values())
 
 
+def path_of(parameter: Parameter) -> str:
+    """The key of a parameter in a group, as in checkpoints."""
+    return parameter.path.replace(".", "/")
+
+
 def by_group(
     choose: Callable[[Parameter], str], rules: Mapping[str, optax.GradientTransformation]
 ) -> optax.GradientTransformation:
@@ -66,9 +71,6 @@ def by_group(
         choose: the key of a parameter's rule.
         rules: transformations of a dictionary of parameters.
     """
-
-    def path_of(parameter: Parameter) -> str:
-        return parameter.path.replace(".", "/")  # as in checkpoints
 
     def split(tree: Any) -> dict[str, dict[str, Any]]:
         groups: dict[str, dict[str, Any]] = {key: {} for key in rules}

@@ -1,8 +1,8 @@
 """Muon on sharded arrays: Optax's rule, with whole matrices moved to one device each."""
 
-import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,11 +13,11 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from trellis.errors import UserError
 from trellis.mesh.by_device import by_device
 from trellis.mesh.route import Axes
-from trellis.nn.parameters import Parameter, Role
+from trellis.nn.parameters import Parameter, Role, parameters
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import state_of
 from trellis.optim.config import Muon
-from trellis.optim.groups import by_group, label, moved, sides
+from trellis.optim.groups import by_group, moved, path_of, sides
 
 
 def muon(config: Muon) -> optax.GradientTransformation:
@@ -44,9 +44,18 @@ def muon(config: Muon) -> optax.GradientTransformation:
         arXiv:2502.16982.
     """
     adam = optax.scale_by_adam(config.adam_beta1, config.adam_beta2, config.epsilon)
-    matrices = optax.chain(optax.trace(config.beta, nesterov=config.nesterov), _orthogonalize(config))
+    momentum = optax.trace(config.beta, nesterov=config.nesterov)
 
-    return by_group(lambda p: "muon" if _is_matrix(p) else "adam", {"muon": matrices, "adam": adam})
+    def rule(tree: Any) -> optax.GradientTransformation:
+        """For a tree like the model, which says what its stacks count; a group of its parameters does not."""
+        found = {path_of(p): sides(p) for p in parameters(tree)}
+        matrices = optax.chain(momentum, _orthogonalize(config, found))
+        return by_group(lambda p: "muon" if _is_matrix(p) else "adam", {"muon": matrices, "adam": adam})
+
+    return optax.GradientTransformation(
+        lambda params: rule(params).init(params),
+        lambda updates, state, params=None: rule(updates).update(updates, state, params),
+    )
 
 
 def _is_matrix(p: Parameter) -> bool:
@@ -62,15 +71,13 @@ def _is_matrix(p: Parameter) -> bool:
     return len(sides(p)) == 2
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sides:
-    """The result of `sides`, as a leaf of a tree."""
+def _orthogonalize(config: Muon, found: Mapping[str, tuple[tuple[int, ...], ...]]) -> optax.GradientTransformation:
+    """Replaces each matrix by the nearest orthogonal one, scaled so that its elements have the given size.
 
-    axes: tuple[tuple[int, ...], ...]
-
-
-def _orthogonalize(config: Muon) -> optax.GradientTransformation:
-    """Replaces each matrix by the nearest orthogonal one, scaled so that its elements have the given size."""
+    Args:
+        config: the rule.
+        found: the sides of each parameter, by path.
+    """
 
     # Without momentum Optax's rule is the iteration alone, and the state that it returns is the update again.
     stack = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
@@ -100,8 +107,7 @@ def _orthogonalize(config: Muon) -> optax.GradientTransformation:
         return moved(each(moved(update, axes)), state_of(update).axes)
 
     def update_fn(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
-        found = label(updates, lambda p: _Sides(sides(p)))
-        return jax.tree.map(lambda s, u: one(u, s.axes), found, updates), state
+        return {path: jax.tree.map(lambda u, p=path: one(u, found[p]), x) for path, x in updates.items()}, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
 
