@@ -6,8 +6,8 @@ import math
 def count(value: float) -> str:
     """A count with three digits and a suffix, B for billions.
 
-    >>> count(950), count(12345), count(1.5e9)
-    ('950', '12.3k', '1.50B')
+    >>> count(950), count(12345), count(1.5e9), count(99_970)
+    ('950', '12.3k', '1.50B', '100k')
     """
     return _scaled(value, 1000.0, ("", "k", "M", "B", "T"))
 
@@ -44,11 +44,15 @@ def seconds(value: float) -> str:
 
     >>> seconds(29.4), seconds(1.5), seconds(0.0123), seconds(2e-5), seconds(0.0)
     ('29.4 s', '1.50 s', '12.3 ms', '20.0 us', '0 s')
+    >>> seconds(9.999), seconds(0.9996), seconds(math.inf)
+    ('10.0 s', '1.00 s', '?')
     """
+    if not math.isfinite(value):
+        return "?"
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if abs(value) * scale >= 1 or (unit == "us" and value):
-            digits = max(0, 2 - int(math.log10(max(abs(value) * scale, 1.0))))
-            return f"{value * scale:.{digits}f} {unit}"
+        scaled = value * scale
+        if abs(scaled) >= 0.9995 or (unit == "us" and value):  # 999.5 would round to 1000 of the next unit
+            return f"{scaled:.{_decimals(scaled)}f} {unit}"
     return "0 s"
 
 
@@ -79,5 +83,9 @@ def _scaled(value: float, base: float, suffixes: tuple[str, ...]) -> str:
     # 999.5 would round to 1000 of its unit, so it belongs to the next.
     while abs(value) >= base - base / 2000 and power < len(suffixes) - 1:
         value, power = value / base, power + 1
-    digits = 0 if power == 0 else max(0, 2 - (len(str(int(abs(value)))) - 1))
-    return f"{value:.{digits}f}{suffixes[power]}"
+    return f"{value:.{_decimals(value) if power else 0}f}{suffixes[power]}"
+
+
+def _decimals(value: float) -> int:
+    """Digits after the point of a number that has three digits once it is rounded."""
+    return 2 - (abs(value) >= 9.995) - (abs(value) >= 99.95)
