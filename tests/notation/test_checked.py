@@ -409,8 +409,8 @@ def test_a_stack_of_arrays_with_any_leading_dimensions():
     refuses("got layers=4 from argument `x` of `fn` and layers=3", fn, jnp.ones((4, 3, 5)), rates, scale)
     refuses("for f32[layers 4 embed], in", fn, named(jnp.ones((3, 4, 5)), "depth pos embed"), rates, scale)
     refuses(
-        "a stack's arrays must have its leading dimensions and those of their annotation, got f32[5] for f32[... embed] "
-        "under 'layers', in argument `x` of `fn`: pass an array of 2 dimensions or more",
+        "a stack's arrays must have its leading dimensions and those of their annotation, got f32[5] for "
+        "f32[... embed] under 'layers', in argument `x` of `fn`: pass an array of 2 dimensions or more",
         fn,
         scale,
         rates,
