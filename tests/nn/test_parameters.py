@@ -12,9 +12,11 @@ import pytest
 import trellis as tr
 from tests.models.small import CONFIGS
 from trellis import nn
+from trellis.named import is_named
+from trellis.named.blocks import Blocks
 from trellis.nn import Precision
 from trellis.nn.parameters import Bias, Role, Scale, Weight, parameters
-from trellis.optim import decayed
+from trellis.optim import AdamW, Constant, Muon, decayed, make_optimizer
 from trellis.optim.narrow import in_eight_bits, narrow_parts
 from trellis.train.flops import matmul_parameters
 
@@ -107,6 +109,20 @@ def test_precision_and_moments_go_by_parts_of_names_and_by_axes():
     rule = in_eight_bits(optax.scale_by_adam(), lambda p: policy.moments_of(p) is not None)
     kept = jax.eval_shape(rule.init, model)
     assert narrow_parts(kept, {"experts": "mxfp8", "gate": "mxfp8", "up": "mxfp8"}) == {"experts", "gate"}
+
+
+@pytest.mark.parametrize("rule", [AdamW(learning_rate=1.0), Muon(learning_rate=1.0)], ids=lambda rule: rule.kind)
+def test_moments_of_biases_are_kept_whole_whatever_the_rule(rule):
+    """A bias with two axes is none by its shape: Muon keeps it in a group, whose fields say nothing."""
+    heads = tr.ones({"layers": 2, "heads": 4, "head_dim": 32})
+    choose = lambda p: Precision(moments={"heads": "mxfp8"}).moments_of(p) is not None
+    optimizer = make_optimizer(rule, Constant(warmup_steps=0), steps=1, narrow=choose)
+    model = Mixed([tr.ones({"embed": 4, "heads": 4, "head_dim": 32})], heads, {}, jnp.ones(2), jnp.ones(2))
+    kept = jax.eval_shape(optimizer.init, model)
+    found = jax.tree.leaves(kept, is_leaf=lambda x: isinstance(x, Blocks) or is_named(x))
+    assert [x.shape for x in found if is_named(x)] == [heads.shape] * 2
+    blocks = [x.values.shape for x in found if isinstance(x, Blocks)]
+    assert blocks and all("embed" in shape for shape in blocks)
 
 
 def test_a_weight_has_the_names_that_its_product_sums_over():

@@ -51,12 +51,12 @@ def in_eight_bits(
     """
 
     def init(params: Any) -> NarrowState:
-        return NarrowState(jnp.int32(0), _closed(rule.init(params), None, choose))
+        return NarrowState(jnp.int32(0), _closed(rule.init(params), params, None, choose))
 
     def update(updates: Any, state: NarrowState, params: Any = None) -> tuple[Any, NarrowState]:
-        updates, new = rule.update(updates, _opened(state.rule), params)
+        changes, new = rule.update(updates, _opened(state.rule), params)
         count = optax.safe_increment(state.count)
-        return updates, NarrowState(count, _closed(new, count, choose))
+        return changes, NarrowState(count, _closed(new, updates, count, choose))
 
     return optax.GradientTransformation(init, update)
 
@@ -74,14 +74,19 @@ def narrow_parts(state: Any, parts: dict[str, str]) -> set[str]:
     return {part for part in parts if any(p.matches((part,)) for p in blocks)}
 
 
-def _closed(state: Any, count: jax.Array | None, choose: Callable[[Parameter], bool]) -> Any:
-    """A rule's state with the chosen parts in blocks. Without a count it is the first state, which is zeros."""
+def _closed(state: Any, model: Any, count: jax.Array | None, choose: Callable[[Parameter], bool]) -> Any:
+    """A rule's state with the chosen parts in blocks. Without a count it is the first state, which is zeros.
+
+    What a parameter is, a tree like the model says: a rule for some of them keeps these by path alone.
+    """
+    known = {_dotted(p.path): p for p in parameters(model)}
     key = None if count is None else jax.random.fold_in(jax.random.key(0), count)
 
     def tree(kept: Any, squares: bool) -> Any:
         def leaf(p: Parameter) -> Any:
             path = _dotted(p.path)
-            if not choose(p._replace(path=path)):
+            p = known.get(path, p)._replace(path=path, leaf=p.leaf)
+            if not choose(p):
                 return p.leaf
             dim = block_dim(p)
             _check_slices(path, p, dim)
