@@ -1,19 +1,25 @@
 """What a turn of a loop waits for, where it moves beside what it computes."""
 
+import dataclasses
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.plan.plain import Config, abstract_mesh, traced
 from trellis.hardware.chips import target
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.work import work
+from trellis.pages.plan import page
 from trellis.plan.links import links_of
-from trellis.plan.quick import quick_plan
+from trellis.plan.quick import plan_step, quick_plan
 from trellis.plan.roofline import times
+from trellis.plan.text import text
 from trellis.plan.turns import Sent, turns_of, waits
 from trellis.program import trace
 from trellis.recipes import load_run
@@ -73,6 +79,23 @@ def test_loops_are_those_of_layers():
             assert row.number < row.read <= home.last
         else:
             assert home.first <= row.made < row.number
+
+
+@pytest.mark.parametrize(("length", "unroll", "turns"), [(0, 1, []), (3, 8, [1]), (6, 2, [3])])
+def test_a_loop_without_turns_is_none_and_a_turn_may_hold_more_than_there_is(length, unroll, turns):
+    step = lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, length=length, unroll=unroll)[0]
+    assert [loop.times for loop in turns_of(trace(step, jnp.ones((8, 8)), jnp.ones((8, 8))))] == turns
+
+
+def test_a_step_that_takes_no_time_is_planned():
+    """Its only gather is in a loop of no turns."""
+    mesh = abstract_mesh("tpu", data=4)
+    w, x = (jax.ShapeDtypeStruct((32, 32), jnp.float32, sharding=NamedSharding(mesh, P("data"))) for _ in range(2))
+    step = lambda w, x: lax.scan(lambda x, _: (x @ jax.reshard(w, P()), None), x, length=0)[0]
+    plan = plan_step(step, w, x, target("v5e:2x2"), name="own", tokens=4, model_flops=1.0)
+    plan = dataclasses.replace(plan, price=1.0)
+    assert (plan.seconds, plan.mfu, plan.tokens_per_second, plan.dollars_per_billion_tokens) == (0, 0, 0, 0)
+    assert "0 tokens/s" in text(plan) and "a step, predicted" in page(plan)
 
 
 def test_the_branch_that_computes_most_counts_with_all_turns_of_its_loops():

@@ -83,20 +83,22 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """The model's FLOPs over what the devices could do at their bfloat16 peak in the predicted time."""
-        return self.model_flops / (self.seconds * self.target.num_devices * self.target.chip.bf16_flops)
+        """The model's FLOPs over what the devices could do at their bfloat16 peak in the predicted time; 0.0 if that is
+        none."""
+        able = self.seconds * self.target.num_devices * self.target.chip.bf16_flops
+        return self.model_flops / able if able else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second over all devices."""
-        return self.tokens / self.seconds
+        """Tokens a second over all devices; 0.0 if the step takes no time, because it computes and moves nothing."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def dollars_per_billion_tokens(self) -> float | None:
         """The cost at the given price for a device and hour."""
         if self.price is None:
             return None
-        return self.price * self.target.num_devices / 3600 * 1e9 / self.tokens_per_second
+        return self.price * self.target.num_devices / 3600 * 1e9 * self.seconds / max(self.tokens, 1)
 
 
 def quick_plan(

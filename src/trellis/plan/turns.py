@@ -31,18 +31,19 @@ class Turns:
 
 
 def turns_of(body: Body) -> Iterator[Turns]:
-    """The scans of a program, those within others first."""
+    """The scans of a program that have turns, those within others first."""
     for operation in body.operations:
         for inner in operation.bodies:
             yield from turns_of(inner)
-        if operation.name == "scan" and operation.bodies[0].operations:
+        if operation.name == "scan" and operation.bodies[0].operations and operation.times * operation.params["length"]:
             yield _turns(operation)
 
 
 def _turns(scan: Operation) -> Turns:
     (body,) = scan.bodies
     first = min(operation.number for operation in body.walk())
-    return Turns(first, body.frame.last, scan.times * scan.params["length"] // scan.params["unroll"])
+    times = scan.times * scan.params["length"] // scan.params["unroll"]
+    return Turns(first, body.frame.last, max(times, scan.times))  # a turn may hold more than there is
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
