@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config, items):
 ROOM, GROWTH = 1.5e9, 0.3e9
 
 # Seconds of processor from which on a test that is not marked `slow` is named at the end.
-QUICK = 1.0
+QUICK = 0.7
 
 
 @pytest.hookimpl(wrapper=True)

@@ -57,7 +57,7 @@ except KeyboardInterrupt:
     assert (end.returncode, end.stdout, end.stderr) == (0, "interrupted\n", "")
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("quiet", [False, True])
 def test_of_what_else_is_dropped_python_tells(said, quiet):
     keep_interrupts(quiet)
@@ -65,6 +65,7 @@ def test_of_what_else_is_dropped_python_tells(said, quiet):
     assert said == ([] if quiet else [ZeroDivisionError])
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_the_exit_ends_at_once_with_the_exit_code():
     program = """
 import atexit, signal, time
@@ -78,6 +79,7 @@ end_at_once_on_interrupt(3)
     assert (end.returncode, end.stdout, end.stderr) == (3, "done\n", "")
 
 
+@pytest.mark.slow
 def test_a_command_that_is_interrupted_ends_without_an_exit_of_pythons():
     """Which takes XLA's client from threads that still compute: one evaluation in four was aborted."""
     program = """
@@ -96,6 +98,7 @@ line.main()
     assert (end.returncode, end.stdout, end.stderr) == (130, "begun\n", "")
 
 
+@pytest.mark.slow
 def test_a_command_ends_although_a_thread_waits_for_ever():
     program = """
 import threading

@@ -33,6 +33,7 @@ def a_row(name: str, late: str = "+1.0%", settings: str = "1234abcd") -> tuple[s
     )
 
 
+@pytest.mark.slow
 def test_a_table_that_was_cut_short_goes_on(recipes, monkeypatch, tmp_path):
     planned, out = [], tmp_path / "recipes.txt"
 

@@ -85,7 +85,7 @@ def check(mesh, which, ring):
     close(gradients, jax.grad(total(want, weights), (0, 1))(a, b))
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 @pytest.mark.parametrize("which", PRODUCTS)
 def test_values_and_gradients_are_the_plain_products(mesh, which, ring):
@@ -113,7 +113,7 @@ def test_forward_mode_and_second_derivatives(mesh, which):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * abs(b).max()), got, wanted)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 8), (8, 1)], ids=str)
 @pytest.mark.parametrize("which", PRODUCTS)
 def test_on_a_long_ring_and_on_none(sizes, which):
@@ -129,7 +129,7 @@ class Weights:
     down: f32["mlp/y embed/x"]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["batch/x pos/y embed", "batch/x pos embed/y"])
 def test_a_feed_forward_block_with_gathered_weights(mesh, where):
     def ours(x: f32[where], w: Weights) -> f32[where]:

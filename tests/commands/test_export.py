@@ -98,6 +98,7 @@ def test_over_devices(run_folder, capsys):
     assert capsys.readouterr().out == two
 
 
+@pytest.mark.slow
 def test_an_export_holds_a_layer_of_a_parameter_at_a_time(run_folder, tmp_path, monkeypatch):
     """Not the layers' stack of one, let alone the model: what is stored can be read in such parts."""
     wide = dataclasses.replace(MODEL, embed=128, heads=4, kv_heads=4, head_dim=32, mlp=512, layers=12)
@@ -195,6 +196,7 @@ def test_refusals(run_folder, tmp_path, capsys):
     assert "seen:  other, beside" in there and "fix:   use --data.tokenizer null" in there
 
 
+@pytest.mark.slow
 def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, capsys):
     main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
     (tmp_path / "hf" / "tokenizer.json").unlink()
@@ -211,6 +213,7 @@ def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, c
     assert not (tmp_path / "back" / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_what_is_advised_where_the_model_is_given(run_folder, tmp_path, capsys):
     """No other sizes of it, and text of its own tokenizer."""
     hf, run = tmp_path / "hf", str(tmp_path / "run")
@@ -239,6 +242,7 @@ def test_what_is_advised_where_the_model_is_given(run_folder, tmp_path, capsys):
         assert f"fix:   tokenize text with the model's tokenizer: trellis tokenize TEXTS --tokenizer {run}/tok" in there
 
 
+@pytest.mark.slow
 def test_an_import_that_was_cut_off_is_made_again(run_folder, tmp_path, capsys, monkeypatch):
     main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
     words = ["import", str(tmp_path / "hf"), "--to", str(tmp_path / "run"), "--devices", "1"]
@@ -258,6 +262,7 @@ def test_an_import_that_was_cut_off_is_made_again(run_folder, tmp_path, capsys, 
     assert "The folder of an import cannot already contain a run." in refused(capsys, *words)
 
 
+@pytest.mark.slow
 def test_an_imported_run_goes_where_its_folder_goes_and_nowhere_else(run_folder, tmp_path, capsys):
     main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
     main(["import", str(tmp_path / "hf"), "--to", str(tmp_path / "run"), "--devices", "1"])
@@ -275,6 +280,7 @@ def test_an_imported_run_goes_where_its_folder_goes_and_nowhere_else(run_folder,
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (moved / "tokenizer/tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_tokenizer_with_more_tokens_than_the_model(run_folder, tmp_path, capsys, monkeypatch):
     """The import says so, and every command refuses such tokens before it restores a model: gathers clamp them."""
     from tokenizers import Tokenizer
@@ -298,6 +304,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(run_folder, tmp_path, capsy
         assert "without the tokens from 257 on" in there
 
 
+@pytest.mark.slow
 def test_what_an_import_does_not_use_is_kept_for_an_export(run_folder, tmp_path, capsys, monkeypatch):
     main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
     ends = {"bos_token_id": 3, "eos_token_id": [256, 4]}
@@ -332,6 +339,7 @@ def test_what_an_import_does_not_use_is_kept_for_an_export(run_folder, tmp_path,
     )
 
 
+@pytest.mark.slow
 def test_an_export_says_if_its_tokenizer_puts_something_around_texts(run_folder, tmp_path, capsys):
     from tokenizers import Tokenizer, processors
 

@@ -290,6 +290,7 @@ def test_version(capsys):
 MAIN = "from trellis.commands.line import main; raise SystemExit(main())"
 
 
+@pytest.mark.slow
 def test_a_terminal_that_knows_fewer_characters():
     code = "import sys; sys.stdout.write('first '); from trellis.commands.line import main; main(); print('\\u2588')"
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
@@ -298,6 +299,7 @@ def test_a_terminal_that_knows_fewer_characters():
     assert found.returncode == 0 and found.stdout.endswith("\n?\n"), found.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no such device here")
 def test_no_room_for_what_is_printed(capsys, monkeypatch):
     """Python holds it until the command has ended, or writes it at once."""

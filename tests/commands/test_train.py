@@ -25,6 +25,7 @@ from trellis.train.trackers import read_lines
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
+@pytest.mark.slow
 def test_the_time_that_is_told_counts_the_validation_batches_that_there_are(run_file, tmp_path, capsys, monkeypatch):
     feeds = []
 
@@ -303,6 +304,7 @@ def test_a_step_that_is_too_large_is_refused_before_it_is_compiled(run_file, tmp
     assert code == 0, "and may then be corrected"
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_batch_that_grows_is_that_of_its_largest(run_file, tmp_path, capsys):
     told = []
     for sizes in ("[{step: 0, size: 4}, {step: 3, size: 16}]", "16"):

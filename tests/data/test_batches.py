@@ -191,6 +191,7 @@ def test_a_schedule_of_sizes_neither_skips_nor_repeats(folder, length, rows):
     assert np.array_equal(np.sort(found), np.sort(stream(texts)))
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 3),
     lengths=st.lists(st.sampled_from([4, 16, 32]), min_size=1, max_size=3).map(lambda some: [*some, 64]),

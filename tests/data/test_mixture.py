@@ -34,6 +34,7 @@ def rows_of(mixture, batch_size=4, **options):
     return mixture.rows(sizes=BatchSizes(batch_size, 16), **options)
 
 
+@pytest.mark.slow
 @given(weights=st.lists(st.integers(0, 20), min_size=3, max_size=3).filter(sum), block=st.integers(9, 70))
 @settings(max_examples=40, deadline=None)
 def test_shares_hold_in_every_block_and_never_drift(stores, weights, block):
@@ -97,6 +98,7 @@ def test_every_source_is_read_once_an_epoch(stores, texts):
     assert np.array_equal(np.sort(found), np.sort(expected))
 
 
+@pytest.mark.slow
 @given(
     limits=st.lists(st.integers(1, 3), min_size=3, max_size=3),
     weights=st.lists(st.integers(1, 9), min_size=3, max_size=3),

@@ -16,6 +16,7 @@ shuffles = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(n=st.integers(1, 400), seed=st.integers(0, 2**63), shuffle=shuffles, epoch=st.integers(0, 5))
 @settings(max_examples=150, deadline=None)
 def test_an_epoch_holds_every_row_once(n, seed, shuffle, epoch):

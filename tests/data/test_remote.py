@@ -114,6 +114,7 @@ def test_s3_interrupted_and_continued(bucket, tmp_path, monkeypatch):
     assert found == tree(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_s3_without_the_bucket(bucket):
     with pytest.raises(UserError) as raised:
@@ -234,6 +235,7 @@ def test_an_unknown_protocol():
         find_files("gopher://somewhere/x")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_the_packages_of_the_other_protocols_are_found():
     """gs:// and hf:// are reached through fsspec; without the network, that their file systems can be made."""

@@ -42,7 +42,7 @@ def corpus(tmp_path, monkeypatch) -> FileSource:
     return FileSource(files=find_files([tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "long.txt"]))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_number_of_workers_changes_nothing(corpus, tmp_path, workers):
     options = {"train_bpe": 300, "train_bytes": 100_000, "chunk_tokens": np.int64(4096), "chunk_offsets": 64}
@@ -170,6 +170,7 @@ def test_a_finished_store_is_not_made_again(corpus, tmp_path):
     assert (tmp_path / "store" / "zarr.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_documents_keep_their_order_and_files(tmp_path):
     for name in ("b", "a", "c"):
         write_jsonl(tmp_path / f"{name}.jsonl", [f"{name}{i}" for i in range(5)])
@@ -187,6 +188,7 @@ def test_special_tokens_in_a_text_are_text(tmp_path):
     assert store.tokenizer().decode(store.document(0)[:-1]) == text
 
 
+@pytest.mark.slow
 def test_training_on_a_store_that_is_being_written(tmp_path):
     """Batches read while it grows are those read afterwards."""
     texts = random_texts(np.random.default_rng(2), 400)

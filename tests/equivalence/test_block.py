@@ -36,7 +36,7 @@ def run(layout: tr.Layout, times: int = 1):
         return [jax.device_get(value_and_grad(layers, x, weights)) for _ in range(times)]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_explicit_equals_one_device(name):
     first, again = run(layout_of(name), times=2)

@@ -144,6 +144,7 @@ def test_one_device_moves_nothing(name):
     assert ledger(name) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, choice, wanted",
     [

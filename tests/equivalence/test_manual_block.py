@@ -134,7 +134,7 @@ def arrays(mesh):
     return layers, *(put(x.array, place) for x in inputs()), rope
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 4, "model": 2}, {"data": 8, "model": 1}, {"data": 1, "model": 8}], ids=str)
 def test_manual_equals_one_device(sizes):
     mesh = tr.make_mesh(**sizes)
@@ -148,6 +148,7 @@ def test_manual_equals_one_device(sizes):
     assert relative((by_layers, by_x), wanted) <= GRADIENT_BOUND
 
 
+@pytest.mark.slow
 def test_what_the_text_says_is_what_moves():
     """Per layer: each weight is gathered forward and again for the backward pass, and its gradient scattered once;
     activations are gathered and scattered twice a pass (two half blocks), and gathered again by the recomputation."""

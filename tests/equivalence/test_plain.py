@@ -30,6 +30,7 @@ def operations(program) -> collections.Counter:
     return collections.Counter(re.findall(r" = \S+ ([a-z][a-z0-9-]*)\(", program.as_text()))
 
 
+@pytest.mark.slow
 def test_the_same_arithmetic_and_bytes(compiled):
     plain, named = (program.cost_analysis() for program in compiled)
     assert named["flops"] == pytest.approx(plain["flops"], rel=5e-3)
@@ -44,6 +45,7 @@ def test_the_same_operations(compiled):
         assert named[operation] == plain[operation], operation
 
 
+@pytest.mark.slow
 def test_tracing_calls_at_most_a_tenth_more_functions(module):
     with jax.numpy_rank_promotion("allow"):
         assert module.calls() <= 1.1

@@ -180,6 +180,7 @@ def stages_of_other_layers(make: Callable):
         return jax.eval_shape(lambda m, b: loss_and_gradients(m, b, StepOptions())[2], *types)
 
 
+@pytest.mark.slow
 def test_stages_run_the_layers_that_the_program_runs():
     """And refuse parameters that are not the stack's: they ran the model's own in the place of others."""
     other = lambda block: Gained(named(jnp.zeros(CONFIGS["tied"].embed), "embed"), block.layer)
@@ -212,6 +213,7 @@ def test_groups_of_two_sizes():
     check("odd_groups", TENSOR[0], LayoutChoice(preset="auto", pipeline_microbatches=4, pipeline_groups=2), 4)
 
 
+@pytest.mark.slow
 def test_layers_that_permute_are_not_left_out():
     overlap = LayoutChoice(preset="auto", overlap=("mlp", "heads"), pipeline_microbatches=4)
     model = whole("odd")
@@ -250,7 +252,7 @@ def test_what_is_kept_does_not_grow_with_microbatches():
     assert many - few < 24 * stream // 2, "the streams of the further microbatches would take more"
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", ["pending", "sharded"])
 def test_rows_that_were_looked_up_are_added_to_the_sum_of_the_tables_gradient(accumulation):
     """Nothing of the size of the table is made for a microbatch, but where its gradient is summed for each of them."""
@@ -264,6 +266,7 @@ def test_rows_that_were_looked_up_are_added_to_the_sum_of_the_tables_gradient(ac
     assert zeros == [accumulation == "sharded"] * 2
 
 
+@pytest.mark.slow
 def test_positions_of_sequences_that_are_dealt_out_are_cut_into_microbatches_as_their_tokens_are():
     """A batch without documents has none of its own."""
     sizes, choice = MeshSizes(stage=2, data=2, context=2), LayoutChoice(preset="hybrid", pipeline_microbatches=4)
@@ -274,7 +277,7 @@ def test_positions_of_sequences_that_are_dealt_out_are_cut_into_microbatches_as_
     assert any(operation.name == "ppermute" for operation in step.walk())
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_stages_send_the_stream_and_its_gradient_in_every_tick(groups):
     """In `M V + S - 1` ticks each; beside them only layers move, where they are dealt out to groups."""
@@ -347,6 +350,7 @@ def test_of_microbatches_that_do_not_divide_the_batch_there_are_none():
     assert np.isfinite(one_device("tied", 4)[0][0])
 
 
+@pytest.mark.slow
 def test_a_layer_computes_each_row_on_its_own(monkeypatch):
     """What it would compute along the batch would be that of a microbatch, of which layouts have their own numbers."""
     alone = Block.__call__

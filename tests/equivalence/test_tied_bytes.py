@@ -61,12 +61,14 @@ def test_a_model(family, fsdp):
     assert of_parameters(compiled, "all-reduce") == {"all-gather": sliced, "all-reduce": 2 * (sliced + whole)}
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own(fsdp):
     model = jax.eval_shape(own_gpt.GPT.init, jax.random.key(0))
     args = tr.abstract(model, "params"), tr.abstract(inputs(), "compute")
     assert of_parameters(tr.ledger(jax.grad(own_gpt.loss), *args), "reduce-scatter") == once(model)
 
 
+@pytest.mark.slow
 def test_each_use_on_its_own_scatters_on_its_own(fsdp):
     """What the test above would not see, were the ledger to count both as one."""
     model = jax.eval_shape(own_gpt.GPT.init, jax.random.key(0))

@@ -214,6 +214,7 @@ def trace(module, mesh):
     jax.eval_shape(lambda s, b: module.train_step(s, b, SMALL, TRAINING), state, read)
 
 
+@pytest.mark.slow
 def test_the_whole_trainer_passes_the_same_check(layout, tmp_path):
     with layout:
         trace(without((), tmp_path), layout.mesh)

@@ -16,7 +16,7 @@ def drawn(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", [{"pos": "data"}, {"pos": "data", "mlp": "model"}, {"layers": "data"}])
 def test_a_lookup_along_two_sliced_names(compute):
     x, ids = drawn(4, 6), np.array([0, 3, 1, 2], np.int32)
@@ -211,6 +211,7 @@ def test_an_update_of_joined_slices_in_auto_mode():
         np.testing.assert_array_equal(jax.jit(fn)(*args).array, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["set", "max"])
 def test_the_gradient_of_an_update_in_auto_mode(method):
     """Where the values' own names are sliced as well, XLA's partitioner ends in an error of its own."""
@@ -242,7 +243,7 @@ def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
         slices(drawn(6))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", [{"layers": "stage"}, {"layers": "stage", "batch": "data"}])
 def test_a_pipeline_of_layers_whose_name_stands_anywhere_or_nowhere(compute):
     """`layers` is the last name of one parameter, and no name of the other, which all layers have in common."""
@@ -388,6 +389,7 @@ def test_the_gradient_of_values_in_order_in_a_map_over_slices_and_of_whole_numbe
     np.testing.assert_array_equal(made.array, [1, 2, 3])
 
 
+@pytest.mark.slow
 def test_a_second_derivative_of_a_cumulative_product_is_compiled_over_slices_in_auto_mode():
     """Of slices XLA's partitioner makes two sizes of one dimension."""
     x, rows = drawn(2), drawn(2, 2, seed=1)

@@ -62,7 +62,7 @@ def test_an_outer_product_that_is_mapped_over_a_whole_name_and_its_gradient():
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", ["data", "data/model"])
 @pytest.mark.parametrize("params", [{"embed": "data"}, {"rank": "data"}, {"embed": "data", "mlp": "data"}])
 def test_the_gradient_of_a_product_of_parameters_that_a_mapped_function_closes_over(params, batch):
@@ -87,6 +87,7 @@ def test_the_gradient_of_a_product_of_parameters_that_a_mapped_function_closes_o
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_second_derivative_of_products_of_a_whole_value_in_a_mapped_function():
     x = drawn(4)
 
@@ -159,7 +160,7 @@ def test_mapping_arrays_of_a_mesh_beside_one_of_none_after_their_layout_has_ende
         dot(x, tr.named(jnp.ones((4, 2)), "batch vocab"))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [lambda fn, x, w: fn(x, w), lambda fn, x, w: jax.jit(fn)(x, w)], ids=["", "jit"])
 @pytest.mark.parametrize("rule", ["elementwise", "product", "lookup"])
 def test_a_backward_rule_of_ones_own_in_a_mapped_function(rule, program):
@@ -205,6 +206,7 @@ def test_named_operations_in_a_map_of_plain_arrays_keep_off_its_mesh_axis():
     np.testing.assert_allclose(gradient.array, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_inside_a_cond_of_a_map_takes_no_copies():
     tokens, table = np.arange(12).reshape(4, 3) % 6, drawn(6, 4)
     rows = drawn(4, seed=1)
@@ -246,7 +248,7 @@ def test_a_product_with_copies_inside_a_cond_of_a_map_is_refused_by_an_error_of_
             tr.vmap(lambda row: gradient(row, tr.shard(w)), "layers")(rows)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", [True, False])
 def test_a_derivative_inside_a_map_by_its_row_and_outside_by_a_parameter(argument):
     """As of a physics loss. Of a parameter that rests in slices of the mesh axis and is closed over JAX has none."""
@@ -272,6 +274,7 @@ def test_a_derivative_inside_a_map_by_its_row_and_outside_by_a_parameter(argumen
             np.testing.assert_allclose(jax.grad(loss)(*args).array, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_row", [False, True])
 def test_the_gradient_of_rows_in_random_order_in_a_map_over_slices(per_row):
     x, weights, key = drawn(2, 8), drawn(2, seed=1), jax.random.key(35)
@@ -295,7 +298,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["both", "rests", "elsewhere"])
 @pytest.mark.parametrize("where", ["forward", "backward rule"])
 def test_branches_by_a_mapped_predicate(where, layout):
@@ -322,6 +325,7 @@ def test_branches_by_a_mapped_predicate(where, layout):
                 np.testing.assert_allclose(got.array, right.array, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_lookup_of_a_sliced_table_inside_a_cond_of_a_map():
     """For the lookup on each device JAX has no rule, and an error without words."""
     ids = np.arange(12).reshape(4, 3) % 4
@@ -354,6 +358,7 @@ def test_what_runs_on_slices_of_an_array_closed_over_is_refused_by_an_error_of_o
     np.testing.assert_array_equal(given["batch", 1].array, -np.sort(-np.asarray(x), axis=0)[:3])
 
 
+@pytest.mark.slow
 def test_a_whole_factor_from_outside_meets_slices_of_another_mesh_axis():
     rows, w = drawn(8, 5, 8), drawn(5, 2, seed=1)
     plain = lambda w, rows: jax.vmap(lambda row: (jnp.tanh(row.T @ w) ** 2).sum())(rows).sum()
@@ -368,6 +373,7 @@ def test_a_whole_factor_from_outside_meets_slices_of_another_mesh_axis():
                 np.testing.assert_allclose(mine.array, theirs, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_product_that_is_mapped_in_a_branch_takes_copies():
     """A row that is whole meets slices, and its derivative is mapped: JAX asked how copies are sliced, and refused."""
     rows, w = drawn(4, 2), drawn(2, 3, seed=1)

@@ -27,6 +27,7 @@ def test_published(kind, tflops):
     assert published_peak(kind) == tflops * 1e12
 
 
+@pytest.mark.slow
 def test_measured_on_a_cpu():
     with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])):  # as in the middle of a run
         flops = measure_matmul_peak("float32", jax.devices()[:2], size=128)

@@ -80,6 +80,7 @@ def test_more_layers_are_written_out_on_several_gpus_if_their_weights_are_few(ha
     assert longest_written_out(carried, lambda: weights) == most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "options", "gib", "milliseconds", "before"),
     [
@@ -171,6 +172,7 @@ def test_a_loss_in_chunks_makes_no_zeros_before_its_loop():
     assert loops and not any(value.shape == (256, 128) for loop in loops for value in loop.operands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scan_layers", "loops"), [(None, 1), (True, 1), (False, 0)])
 def test_a_run_says_whether_its_layers_are_a_loop(scan_layers, loops):
     """On many devices of a CPU, where they are one by themselves."""
@@ -186,6 +188,7 @@ def test_a_run_says_whether_its_layers_are_a_loop(scan_layers, loops):
     assert len(stacks) == 2 * loops  # forward and backward
 
 
+@pytest.mark.slow
 def test_no_copies_of_stacks_are_left_where_a_mixtures_layers_are_written_out_on_tpus():
     sizes = {"model.layers": "2", "model.embed": "512", "model.mlp": "2048", "data.sequence_length": "2048"}
     copied = {

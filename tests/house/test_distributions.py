@@ -88,6 +88,7 @@ def test_the_changes_begin_with_this_version():
     assert re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == VERSION
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("there", "message"), [(False, "Trellis needs Python 3.11 or newer"), (True, "is made anew")])
 def test_make_refuses_an_older_python_in_a_line(tmp_path, there, message):
     """One that is named, and one in an environment that is there."""

@@ -72,6 +72,7 @@ def test_links_lead_to_files_and_headings(page: Path):
             assert not anchor or anchor in headings(there), f"{target}#{anchor}"
 
 
+@pytest.mark.slow
 def test_the_readme_shows_what_a_run_says():
     """The recording of the first run: what does not hang on the machine's speed, and the form of what does."""
     (before, block) = re.findall(

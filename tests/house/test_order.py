@@ -136,6 +136,7 @@ def test_init_files_only_re_export():
         assert set(functions) <= {"__getattr__", "__dir__"}, f"{file.relative_to(ROOT)} defines {functions}"
 
 
+@pytest.mark.slow
 def test_import_is_light():
     """`import trellis` brings in nothing that only some commands need."""
     heavy = "torch transformers tensorflow wandb ray datasets orbax zarr tokenizers huggingface_hub yaml".split()
@@ -191,6 +192,7 @@ def import_circles() -> list[list[str]]:
         edges = {name: others for name, others in edges.items() if name not in free}
 
 
+@pytest.mark.slow
 def test_no_import_runs_in_a_circle():
     assert not import_circles()
 

@@ -157,6 +157,7 @@ def test_configurations_come_back(name):
     assert family.from_config_json(old, "config.json") == config
 
 
+@pytest.mark.slow
 def test_a_bias_that_the_model_has_not(tmp_path):
     config = GPTJConfig(vocab=61, embed=16, layers=1, heads=2, rotary_dim=4, mlp=32)
     write_folder(tmp_path, FAMILIES[config.family], config, config.init(key=jax.random.key(0)), part_of, positions=8)
@@ -166,6 +167,7 @@ def test_a_bias_that_the_model_has_not(tmp_path):
     assert model.unembedding_bias.shape == {"vocab": 61} and not model.unembedding_bias.array.any()
 
 
+@pytest.mark.slow
 def test_names_without_the_models_prefix(tmp_path):
     """OpenAI's GPT-2 names its tensors `h.0...`, not `transformer.h.0...`."""
     config = CONFIGS["gpt2"]
@@ -322,6 +324,7 @@ def test_weights_of_float64_are_rounded(good):
         Folder(good, FAMILIES).load(target)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite(good):
     """In the folder, or in the type that they are to have here."""
     target = jax.eval_shape(lambda: CONFIGS["llama"].init(key=jax.random.key(0)))
@@ -408,6 +411,7 @@ def test_an_unembedding_beside_a_tied_one(good):
     assert Folder(good, FAMILIES).load(target).head is None
 
 
+@pytest.mark.slow
 def test_refused_exports(tmp_path):
     config = GPTJConfig(vocab=61, embed=16, layers=1, heads=2, rotary_dim=4, mlp=32, rope_theta=5e5)
     with pytest.raises(UserError, match=r"frequencies of base 10000\.\n  seen:  rope_theta=500000"):

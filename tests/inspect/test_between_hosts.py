@@ -31,6 +31,7 @@ def layer(mark):
     return fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "by_hosts"),
     [

@@ -77,6 +77,7 @@ def test_what_loops_within_loops_carry_is_there_once():
     assert store <= found.peak < 1.5 * store and store <= found.total < 1.5 * store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_8b_v5p_64", "mixtral_8x7b_v5p_64"])
 def test_layers_written_out_keep_what_those_of_a_loop_do(family):
     """A kernel's sums of scores lie in 128 lanes, of which the backward pass reads one, and rotated queries are made of
@@ -92,6 +93,7 @@ def test_layers_written_out_keep_what_those_of_a_loop_do(family):
     assert not [buffer for buffer in plans[1].memory.kept if "pallas_call" in buffer.name and "f32" in buffer.what]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "lanes"), [(64, 2), (128, 1)])
 def test_heads_of_layers_written_out_lie_as_kernels_have_them(head_dim, lanes):
     """In whole lanes of 128. In a loop libtpu keeps them as they are, in one array for all turns."""
@@ -108,6 +110,7 @@ def test_heads_of_layers_written_out_lie_as_kernels_have_them(head_dim, lanes):
     assert out == {name: lanes * size for name, size in loop.items()}
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_ahead_where_the_forward_pass_hides_no_more():
     """On a v6e, where SparseCores gather beside computation: with few tokens there is more to move than to compute."""
     sizes = {"model.layers": "4", "model.vocab": "2048", "scan_layers": "false"}
@@ -120,6 +123,7 @@ def test_weights_are_gathered_ahead_where_the_forward_pass_hides_no_more():
     assert short.times.ahead == pytest.approx(1 / 3) and ahead(short) > 0
 
 
+@pytest.mark.slow
 def test_gradients_that_gpus_round_in_one_kernel_are_there_together():
     """Those of gate and up: each is transformed in float32 first, in blocks of 16."""
     sizes = {"model.layers": "1", "model.vocab": "512", "data.sequence_length": "256", "batch_size": "16"}

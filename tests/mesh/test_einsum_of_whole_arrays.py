@@ -46,6 +46,7 @@ def products(draw):
     return factors, texts, result, text_of(result, share, *(f"+{axis}" for axis in pending)), text_of(result, share)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(products())
 def test_it_is_one_devices(product):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.interpreters import ad
 
 from trellis.mesh.linear import gradients_together, linear
@@ -13,6 +14,7 @@ def loss(x, w, fence):
     return jnp.sum(jnp.tanh(x @ w.T))
 
 
+@pytest.mark.slow
 def test_gradients_together_changes_no_number():
     x, w = jnp.arange(6.0).reshape(2, 3), jnp.arange(12.0).reshape(4, 3)
     plain = jax.grad(loss, (0, 1))(x, w, lambda both: both)

@@ -59,6 +59,7 @@ def forward_pass(x: f32["batch/d in"], w: Weights) -> f32["batch/d"]:
     return einsum("batch/d hidden2, hidden2 ~d -> batch/d", z, w3)
 
 
+@pytest.mark.slow
 def test_the_published_fully_sharded_example():
     mesh = make_mesh(d=8)
     with jax.set_mesh(mesh):
@@ -129,6 +130,7 @@ def test_a_scanned_checkpointed_network_and_its_gradient(mesh):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4), got, want)
 
 
+@pytest.mark.slow
 def test_a_gradient_taken_inside_is_summed_over_the_devices(mesh):
     @shard_map
     def loss_and_gradient(x: f32["batch/d embed"], w: f32["embed"]) -> tuple[f32[""], f32["embed"]]:
@@ -167,6 +169,7 @@ def test_named_arrays_carry_their_slices_inside_and_their_shardings_outside(mesh
     np.testing.assert_allclose(y.array, jax.device_get(x.array) @ jax.device_get(w.array), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"d": 8, "m": 1}, {"d": 1, "m": 8}], ids=str)
 def test_named_arrays_where_an_axis_has_size_one(sizes):
     mesh = make_mesh(**sizes)
@@ -183,6 +186,7 @@ def test_named_arrays_where_an_axis_has_size_one(sizes):
     np.testing.assert_allclose(y.array, jax.device_get(x.array) @ jax.device_get(w.array), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_containers_static_arguments_and_optional_arrays(mesh):
     @shard_map
     def program(
@@ -202,6 +206,7 @@ def test_containers_static_arguments_and_optional_arrays(mesh):
     assert jax.tree.map(typeof, out["c"][0]) == jax.tree.map(typeof, net)
 
 
+@pytest.mark.slow
 def test_leading_dimensions_and_integers(mesh):
     @shard_map
     def double(x: f32["... embed/m"], ids: i32["batch/d 2"]) -> tuple[f32["a b embed/m"], i32["batch/d 2"]]:
@@ -217,6 +222,7 @@ def test_leading_dimensions_and_integers(mesh):
     np.testing.assert_array_equal(more, np.arange(8).reshape(4, 2) + 1)
 
 
+@pytest.mark.slow
 def test_pending_sums_and_copies_pass_in_and_out(mesh):
     @shard_map
     def product(x: f32["batch/d in/m"], w: f32["in/m out ~d"]) -> f32["batch/d out +m"]:
@@ -322,6 +328,7 @@ def test_an_axis_of_size_one_needs_no_other_program():
     np.testing.assert_allclose(y, h @ np.full(8, 0.1), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_collectives_of_jaxs_own_along_an_axis_of_one_device(size):
     """A loop begins with the type that it goes on with, and a sum is over both axes, as on more devices."""
@@ -387,6 +394,7 @@ def scattered(
     return reshard("batch/d embed +m -> batch/d embed/m", out)
 
 
+@pytest.mark.slow
 def test_named_arrays_with_axes_left(mesh):
     def program(
         x: f32["batch/d embed"], up: f32["embed hidden/m"], down: f32["hidden/m embed"]
@@ -431,6 +439,7 @@ def test_axes_left_to_an_explicit_program(mesh, program, axes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), got, want)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("run", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 def test_a_manual_function_inside_a_manual_function(mesh, run):
     @shard_map(axes={"d"})

@@ -197,6 +197,7 @@ def plain_layer(x, w):
     return jnp.tanh(x @ w)
 
 
+@pytest.mark.slow
 def test_a_manual_function_with_pending_sums_and_copies_is_mapped():
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(8, 4)).astype(np.float32), rng.normal(size=(2, 4, 8)).astype(np.float32)

@@ -45,6 +45,7 @@ def agree(program, plain, x, *rest):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
+@pytest.mark.slow
 def test_a_sum_over_an_axis_that_is_left_is_made_by_the_surrounding_program():
     def squares(h: f32["b/model c/data"]) -> f32[""]:
         return reshard("+model -> ", einsum("b/model c/data, b/model c/data -> +model", h, h))
@@ -93,6 +94,7 @@ LOOKUPS = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("table, positions, rows, shape, plain", LOOKUPS.values(), ids=LOOKUPS)
 def test_a_lookup_where_an_axis_is_left(table, positions, rows, shape, plain):
     def program(t: f32[table], i: i32[positions]) -> f32[rows]:
@@ -114,6 +116,7 @@ def test_a_lookup_along_an_axis_that_is_left():
     )
 
 
+@pytest.mark.slow
 def test_reduce_scatters_of_jaxs_own_where_an_axis_is_left():
     def gathered(x: f32["b/model c/data"]) -> f32["b/model c/data"]:
         return x * lax.all_gather(x, "model", axis=0, tiled=True).sum(0, keepdims=True)

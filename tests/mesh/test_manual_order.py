@@ -175,6 +175,7 @@ def test_positions_that_are_given_count_in_the_whole_array():
     )
 
 
+@pytest.mark.slow
 def test_positions_that_are_found_count_in_the_whole_array():
     for find in (jnp.argmax, jnp.argmin):
         at = lambda a, find=find: find(gather(a, ("y", "x")), axis=0).astype(jnp.float32)

@@ -266,6 +266,7 @@ def test_a_loop_over_slices_of_a_pending_sum():
     refuses(PendingSumError, "got scan of a sum pending along m, in `program`", product, then)
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_choice_between_pending_sums():
     def chosen(x: f32["batch/d in/m"], w: f32["in/m out"]) -> f32["batch/d out"]:
         y = einsum("batch/d in/m, in/m out -> batch/d out +m", x, w)

@@ -73,6 +73,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("rules", RIGHT)
 def test_rules_that_sum_nothing_twice_are_right(rules, outside):
@@ -87,6 +88,7 @@ def test_a_rule_that_sums_what_jax_has_summed_is_refused(outside):
         gradients(with_rule(alike, total), total, outside=outside)
 
 
+@pytest.mark.slow
 def test_a_rule_written_with_a_library_is_refused_like_any_other():
     """What makes it a rule is that JAX calls it, not the file in which its function stands."""
     with pytest.raises(PendingSumError, match="of a value that was summed over it already"):
@@ -117,6 +119,7 @@ def test_a_rule_is_checked_wherever_it_stands(where):
             jax.grad(lambda x: value(x, w).sum())(x)
 
 
+@pytest.mark.slow
 def test_a_result_without_a_gradient_hides_no_rule():
     """A count that a loop makes, beside the layer's result."""
 

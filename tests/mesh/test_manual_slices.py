@@ -217,6 +217,7 @@ def test_an_array_and_its_transpose_do_not_meet():
     np.testing.assert_array_equal(turned, numbers(4, 2) + numbers(2, 4).T)
 
 
+@pytest.mark.slow
 def test_dimensions_that_were_joined_are_no_slice():
     """Unless the first alone is sliced; joined alike, two may meet, and they may be cut again."""
     a, w = numbers(2, 4, 2), numbers(8, 3)
@@ -247,6 +248,7 @@ def test_dimensions_that_were_joined_are_no_slice():
     np.testing.assert_array_equal(again, 2 * a)
 
 
+@pytest.mark.slow
 def test_a_block_of_what_was_joined_is_its_slice_again():
     """As in a feed-forward layer whose gate and up-projection are one weight."""
     a, w = numbers(3, 2, 4), numbers(4, 5)
@@ -337,6 +339,7 @@ def test_what_each_device_calls_for_is_not_the_same(call):
     assert program(alike, "a/x b", "")(a) == a.sum()
 
 
+@pytest.mark.slow
 def test_a_branch_that_each_device_chooses_takes_what_differs_as_its_choice():
     a, w = numbers(4, 2), numbers(2, 2)
     chosen = lambda a, w: jax.lax.cond(a[0, 0] > 3, lambda a: a @ w, lambda a: a, a)
@@ -426,6 +429,7 @@ def test_turns_and_branches_give_slices_that_lie_alike():
         program(lambda a: jax.lax.cond(a.sum() > 0, turned, lambda a: a, a), "a/x b/y", "a/x b/y")(a)
 
 
+@pytest.mark.slow
 def test_pairs_of_blocks_may_be_made_by_hand():
     """In a ring queries and keys of one sequence are sliced over one mesh axis, and so a score is, twice."""
 

@@ -131,6 +131,7 @@ def test_a_sum_is_of_values_that_differ(what):
         _on_two_axes(SAME[what])
 
 
+@pytest.mark.slow
 def test_a_mean_of_what_is_the_same_is_the_same_and_a_constant_s_sum_counts_devices():
     mean = lambda y, x: jax.lax.pmean(_settled(y), "d") * jax.lax.psum(1.0, "d")
     np.testing.assert_array_equal(_on_two_axes(mean), np.full((2, 3), 32.0))

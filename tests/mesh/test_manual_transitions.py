@@ -153,6 +153,7 @@ def transitions(draw):
     )
 
 
+@pytest.mark.slow
 @given(transitions())
 @settings(max_examples=300, deadline=None)
 def test_a_plan_leads_from_before_to_after(both):

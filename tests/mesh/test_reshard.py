@@ -210,6 +210,7 @@ def test_auto_mode_constrains():
 slices = st.permutations([(), ("data",), ("model",), ("data", "model")]).map(lambda p: p[:3])
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(before=slices, after=slices)
 def test_round_trips(before, after):

@@ -48,7 +48,7 @@ def move(mesh, after):
     return lambda x: jax.reshard(x, NamedSharding(mesh, spec_of(after)))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes, count", [(dict(x=2, y=2, z=2), 24), (dict(x=4, y=2), 8)])
 def test_each_step_is_one_collective_of_the_bytes_that_the_ledger_says(sizes, count):
     mesh = tr.make_mesh(**sizes)

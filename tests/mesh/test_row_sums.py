@@ -19,6 +19,7 @@ from trellis.recipes import load_run
 COMPILED = jax.jit(row_sums, static_argnums=2)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     length=st.sampled_from([1, 2, 127, 128, 129, 300, 513]),
@@ -39,6 +40,7 @@ def test_sums_of_rows(length, count, kinds, seed):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_every_derivative_of_a_lookup(monkeypatch, axis, dtype):
@@ -68,6 +70,7 @@ def test_every_derivative_of_a_lookup(monkeypatch, axis, dtype):
         np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [{}, {"batch": "data"}, {"batch": "data", "vocab": "model"}, {"embed": "model"}], ids=str
 )
@@ -87,6 +90,7 @@ def test_on_every_layout(monkeypatch, layout):
     np.testing.assert_array_equal(gradient(), expected)
 
 
+@pytest.mark.slow
 def test_a_table_in_slices_whose_rows_are_whole(monkeypatch):
     """As that of positions, whose width rests in slices: its gradient has the table's own type."""
     monkeypatch.setattr(take, "adds_in_any_order", lambda x: True)
@@ -100,6 +104,7 @@ def test_a_table_in_slices_whose_rows_are_whole(monkeypatch):
             np.testing.assert_array_equal(np.asarray(found)[:, 0], [2, 2, 1, 1, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "on"),
     [("llama_8b", "8xH100"), ("gpt2_small", "8xH100"), ("gpt_oss_20b", "8xH100"), ("qwen3_30b_a3b", "8xH100")],

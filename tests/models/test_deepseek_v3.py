@@ -54,6 +54,7 @@ def test_scores_have_the_rest_of_yarns_growth():
     assert RELEASED.rope_scaling.magnitude == 1
 
 
+@pytest.mark.slow
 def test_stages_share_the_mixtures():
     model = abstract(SMALL)
     assert stacked(SMALL) == model.layers.axis.size == 2 and model.first_layers.axis.name == "dense_layers"
@@ -118,6 +119,7 @@ def test_refused_exports(fields, message):
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_biases_that_pick_experts_are_used_as_they_are_kept():
     """At 14, as some of the released model are, neighbours in bfloat16 are 0.06 apart, and probabilities closer."""
     model = jax.tree.map(lambda x: jnp.full(x.shape, 14.03, x.dtype), abstract(SMALL))
@@ -132,6 +134,7 @@ def test_biases_that_pick_experts_are_used_as_they_are_kept():
     assert {path for path, kind in kinds(bias="float16").items() if kind == "float16"} == picking
 
 
+@pytest.mark.slow
 def test_an_export_writes_biases_that_pick_experts_in_float32(tmp_path):
     """As the released folder has them, and as `transformers` keeps them, whatever the others' type."""
     model = jax.tree.map(lambda x: np.full(x.shape, 14.03, np.float32), abstract(SMALL))

@@ -23,6 +23,7 @@ def test_any_part_of_a_layer_may_be_computed_in_another_type(family):
             assert hidden.dtype == jnp.bfloat16, part
 
 
+@pytest.mark.slow
 def test_a_scale_in_float32_scales_in_float32():
     x = tr.random.normal(jax.random.key(0), {"batch": 8, "embed": 64}).astype("bfloat16")
     scale = 1 + 0.01 * tr.random.normal(jax.random.key(1), {"embed": 64})

@@ -63,7 +63,7 @@ def recomputed(model, rows, count):
     return [row[length:] for row in rows]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cache_is_exact(name):
     assert continued(name) == recomputed(model_of(name), PROMPTS, 6)
@@ -94,6 +94,7 @@ def test_on_a_mesh_of_stages():
         assert generate(placed, PROMPTS, new_tokens=6, sampling=GREEDY, key=jax.random.key(0)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sliced", [False, True])
 def test_a_token_writes_its_place_in_the_cache_and_copies_none_of_it(sliced):
     layout = Layout(make_mesh(other=4, model=2), compute={"heads": "model", "kv_heads": "model"}) if sliced else None
@@ -109,6 +110,7 @@ def test_a_token_writes_its_place_in_the_cache_and_copies_none_of_it(sliced):
     assert not re.search(rf"f32\[({config.layers}|1),{one}\]\S* (copy|concatenate)\(", compiled)
 
 
+@pytest.mark.slow
 def test_padding_is_never_chosen():
     """Rows of padding with by far the largest logits."""
     model = model_of("llama")
@@ -120,6 +122,7 @@ def test_padding_is_never_chosen():
         assert all(token < VOCAB for row in rows for token in row)
 
 
+@pytest.mark.slow
 def test_choices():
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]] * 4000))
 

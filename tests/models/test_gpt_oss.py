@@ -44,6 +44,7 @@ def test_counts_of_the_released_model():
     assert flops_per_token(model, 4096) == 6 * met + 12 * heads * 12 * (near + far)
 
 
+@pytest.mark.slow
 def test_a_layer_sees_its_window():
     config = dataclasses.replace(SMALL, window=3)
 

@@ -50,6 +50,7 @@ def test_every_family_is_tested():
     assert set(ONE_EACH) == {family.config for family in FAMILIES.values()}
 
 
+@pytest.mark.slow
 def test_a_sketch_of_a_plan_counts_the_weights_that_multiply():
     """Of every family, from what its model declares: those of experts that a token meets, and no router's."""
     for config in CONFIGS.values():
@@ -60,7 +61,7 @@ def test_a_sketch_of_a_plan_counts_the_weights_that_multiply():
         assert met == matmul_parameters(model), config.family
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_no_output_depends_on_a_later_token(config):
     """Through the gradient: of each position's output with respect to each position's embedding."""
     model = model_of(config)

@@ -21,6 +21,7 @@ def gradient(tokens, policy):
     return grad(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", [Keep(), Keep(names=("attention",)), Keep(products=True)], ids=["full", "named", "dots"]
 )
@@ -33,6 +34,7 @@ def test_gradients_are_those_of_a_model_that_keeps_everything(family, policy):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "expected"), [("gemma3", (3, 1, 2)), ("gpt_oss", (2, 2, 0))])
 def test_each_layer_is_recomputed_by_itself_and_fenced_where_layers_are_written_out(family, expected):
     """A stack of one is written out everywhere; the two layers of a group are traced once for all groups."""
@@ -51,6 +53,7 @@ def test_each_layer_is_recomputed_by_itself_and_fenced_where_layers_are_written_
     assert (fenced, in_loop, more - plain) == expected
 
 
+@pytest.mark.slow
 def test_a_group_of_six_takes_little_more_memory_than_single_blocks():
     sizes = {
         "model.family": "gemma3", "model.layers": "12", "model.window": "512", "model.query_scale": "128",

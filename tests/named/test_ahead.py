@@ -37,6 +37,7 @@ def values(dtype) -> tuple:
     return jax.tree.map(lambda x: x * 0.3, weights), normal(2, batch=8, state=8), normal(3, batch=8, pos=6, embed=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_numbers_are_one_devices_and_each_moves_once(where, dtype):

@@ -269,6 +269,7 @@ def test_a_dtype_that_jax_has_no_running_maximum_of(axis_type, along):
         tr.cummax(tr.shard(X > 0, "compute"), along)
 
 
+@pytest.mark.slow
 def test_ranges_begin_and_end_at_numbers_of_the_program():
     axis, x = tr.Axis("embed", 8), np.linspace(-1.0, 2.0, 8, dtype=np.float32)
     steps = lambda x: tr.arange(axis, step=x.min(), dtype=jnp.float32)

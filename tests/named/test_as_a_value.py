@@ -53,7 +53,7 @@ def test_python(x):
         hash(x)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_equinox_and_optax(x):
     class Model(eqx.Module):
         weight: tr.NamedArray

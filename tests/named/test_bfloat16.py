@@ -25,6 +25,7 @@ def operations(function, *args):
     return list(walk(jax.make_jaxpr(function)(*args).jaxpr))
 
 
+@pytest.mark.slow
 def test_a_bfloat16_product_is_made_in_float32_and_rounded_on_a_cpu():
     """Forward and both gradients: XLA's CPU compiler reaches the processor's bfloat16 products in no other way."""
     rng = np.random.default_rng(0)
@@ -104,6 +105,7 @@ def test_a_narrow_array_that_is_broadcast_has_its_gradient_summed_in_float32(way
     np.testing.assert_allclose(found, 700, rtol=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("sliced", [False, True])
 def test_what_is_added_at_one_place_is_summed_in_float32(sliced, dtype):
@@ -122,6 +124,7 @@ def test_what_is_added_at_one_place_is_summed_in_float32(sliced, dtype):
         assert float(product["segment", 0].array) == pytest.approx(1.0002**8192, rel=0.01)
 
 
+@pytest.mark.slow
 def test_exponentials_of_many_float16_numbers_do_not_overflow():
     x = tr.zeros({"vocab": 100_000}, "float16")
     assert float(tr.logsumexp(x).array) == pytest.approx(np.log(100_000), rel=1e-3)
@@ -165,6 +168,7 @@ def test_a_narrow_number_need_not_be_on_the_mesh(way):
             assert float(gradient) == pytest.approx(rows.size * 0.01, rel=0.005)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_probability_is_met():
     """JAX draws uniform numbers in the type of the probability: 7.7 of 1,000 were true."""
     key, axes, chance = jax.random.key(0), {"batch": 1 << 20}, jnp.asarray(0.001, jnp.bfloat16)

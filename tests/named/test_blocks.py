@@ -20,6 +20,7 @@ def emulated(x):
     return values.reshape(x.shape), scales
 
 
+@pytest.mark.slow
 def test_blocks_are_those_of_ml_dtypes():
     found = in_blocks(tr.named(WIDE, "embed mlp"), 1)
     values, scales = emulated(WIDE)

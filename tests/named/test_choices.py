@@ -70,6 +70,7 @@ def chosen(x, w, b, settle):
     return (y * y).sum() + s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settle", [True, False])
 @pytest.mark.parametrize("at", ["params", "compute"])
 def test_branches_and_their_gradients(layout, at, settle):

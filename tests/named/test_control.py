@@ -59,6 +59,7 @@ def layers():
     return stacked, unrolled
 
 
+@pytest.mark.slow
 def test_stacked_layers_equal_their_unrolled_twin(layers):
     x = numbers(batch=2, embed=4)
     assert layers[0].block.w.names == ("layers", "embed", "out")
@@ -118,6 +119,7 @@ def test_stacked_layers_are_traced_once():
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 def test_a_loop_written_out_stacks_nothing_but_the_gradients_of_its_parameters():
     """`lax.scan` unrolled would also stack what each layer keeps, and take it apart again."""
     block = Block(numbers(layers=3, embed=4, out=4))
@@ -174,6 +176,7 @@ def test_what_is_kept_if_named_is_not_kept_with_all_that_is_marked(policy, kept,
     assert capsys.readouterr().out.count("named 'large if named'") == kept
 
 
+@pytest.mark.slow
 def test_products_are_kept_as_what_their_partial_sums_settle_to():
     """A loop over layers cannot stack partial sums. What they settle to is kept, so nothing is sent again."""
 
@@ -218,6 +221,7 @@ def test_marked_values_may_wait_in_the_hosts_memory(layers):
         assert ("MemorySpace.Host" in str(program)) == there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}])
 def test_random_numbers_are_the_same_on_every_mesh(sizes):
     axes = {"embed": 16, "mlp": 32}

@@ -74,6 +74,7 @@ def test_an_elementwise_gradient_stays_a_partial_sum():
     ]
 
 
+@pytest.mark.slow
 def test_second_derivatives_and_forward_mode():
     def loss(w, held):
         w = tr.reshard("b -> b ~x", w) if held else w

@@ -64,6 +64,7 @@ def test_mistakes_are_told(use, said):
         assert isinstance(error.value, tr.TrellisError)
 
 
+@pytest.mark.slow
 def test_what_stood_in_the_way_works():
     x, mask = _x(), tr.named(jnp.array([True, False, True]), "w")
     whole = tr.softmax(x, ("h", "w"))
@@ -85,7 +86,7 @@ def test_what_stood_in_the_way_works():
     np.testing.assert_allclose(named.array, x.array)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", [{"w": "m"}, {"h": "m"}, {"w": "m", "h": "d"}])
 @pytest.mark.parametrize("name", ["prod", "sort", "cumsum", "max", "argsort_values", "top_k", "median_like", "cumprod"])
 def test_gradients_on_sliced_names(name, compute):
@@ -177,6 +178,7 @@ def test_what_jax_refuses_of_a_backward_rule_is_told_wherever_a_program_is_read(
             USES[use](jax.grad(lambda w, x: unsummed(x, w).sum()), w, x)
 
 
+@pytest.mark.slow
 def test_a_map_in_manual_mode_may_settle_a_sum():
     @tr.shard_map
     def sums(x: tr.f32["batch in/data"]) -> tr.f32["batch"]:

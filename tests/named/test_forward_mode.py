@@ -84,6 +84,7 @@ def test_jacobians_and_hessians():
     np.testing.assert_allclose(jax.hessian(g)(w.array), jax.jacrev(jax.jacfwd(g))(w.array), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_manual_forward_mode():
     @tr.shard_map
     def loss(w: tr.f32["e/data o"], x: tr.f32["b/data e"]) -> tr.f32[""]:
@@ -103,6 +104,7 @@ def test_manual_forward_mode():
     np.testing.assert_allclose(tangent, (2 * x.T @ (x @ w) * t).sum(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_backward_rule_of_ones_own():
     """Its gradients lie where its arguments do."""
     product = lambda x, w: tr.dot(x, w, over="e")

@@ -76,6 +76,7 @@ def straight(ended):
     return rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "what"), [(clipped, "tangent sharded like its result"), (straight, "gradient sharded like its argument")]
 )

@@ -167,6 +167,7 @@ def test_named_jit_donates_and_compiles_once_a_layout():
     assert len(traces) == 2
 
 
+@pytest.mark.slow
 def test_results_take_the_sharding_of_their_names():
     with layout():
         x, w = tr.shard(numbers("batch", "pos", "embed"), "compute"), tr.shard(numbers("embed", "mlp"))

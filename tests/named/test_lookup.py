@@ -37,6 +37,7 @@ def test_numbers_without_a_zero():
     np.testing.assert_array_equal(np.asarray(rows).astype(np.float32), [4, 0.125, 0.5])
 
 
+@pytest.mark.slow
 def test_keys_are_looked_up_and_put():
     """Random keys have no zero either, and no cast."""
 
@@ -53,6 +54,7 @@ def test_keys_are_looked_up_and_put():
         jax.tree.map(np.testing.assert_array_equal, jax.jit(program)(keys, ids), alone)
 
 
+@pytest.mark.slow
 def test_one_row_of_slices_is_sent_alone():
     x = tr.named(jnp.arange(64.0).reshape(2, 8, 4), "batch pos embed")
     params = {"pos": "model", "embed": "data"}
@@ -138,6 +140,7 @@ def test_so_is_that_of_mapped_lookups():
         np.testing.assert_array_equal(np.asarray(gradient, np.float32), np.broadcast_to(right, shape))
 
 
+@pytest.mark.slow
 def test_second_and_forward_derivatives_of_a_narrow_table():
     ids = tr.named(jnp.array([1, 1, 2], jnp.int32), "pos")
     table = tr.named(jnp.arange(8, dtype=jnp.bfloat16).reshape(4, 2), "vocab embed")

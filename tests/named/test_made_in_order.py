@@ -81,6 +81,7 @@ def in_natural_order():
     return all_weighed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_what_is_made_of_positions_is_dealt_out(where):
     want = in_natural_order()
@@ -101,6 +102,7 @@ def weighed_in_order():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_what_goes_by_order_may_take_and_give_any_tree(where):
     want = jax.jit(weighed_in_order)()
@@ -153,6 +155,7 @@ def test_what_it_says_of_positions_from_around():
                 tr.in_order(lambda y: times(y).cumsum("pos"), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_what_goes_by_order_reads_other_arrays_and_those_on_no_mesh(jit):
     x = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
@@ -178,6 +181,7 @@ def test_what_would_name_another_order_positions_is_refused(what):
         REFUSED[what]()
 
 
+@pytest.mark.slow
 def test_gradients_of_what_is_drawn_for_dealt_positions():
     values = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
 

@@ -77,6 +77,7 @@ def test_repeated_names_are_refused(make):
     assert len(str(error.value)) > 40
 
 
+@pytest.mark.slow
 def test_axes_serve_where_names_do():
     """And have their sizes checked."""
     x = tr.named(jnp.arange(6.0).reshape(2, 3), [A, B])

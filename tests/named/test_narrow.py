@@ -75,7 +75,7 @@ def emulated(x: np.ndarray, kind: str, gradient: bool = False):
     return (x / scale).astype(dtype).astype(np.float64), scale
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_are_those_of_ml_dtypes(kind):
     """A sum of 32 products of few bits is exact in float32, so that the product has one right value; over two tiles of
@@ -136,6 +136,7 @@ def test_scales_of_tiles_have_names_and_are_gathered_with_their_numbers():
     assert any("embed_block/data mlp_block" in str(row) for row in gathers)
 
 
+@pytest.mark.slow
 def test_tiles_that_slices_cut_are_refused():
     up, down, x = drawn()
     with layout_of("FSDP"), pytest.raises(tr.NamesError, match="got 8 slices of dimension 0 .* in tiles of 32"):
@@ -229,6 +230,7 @@ def test_a_product_of_no_numbers(kind):
             assert not float(made) and [y.shape for y in slopes] == [x.shape for x in factors]
 
 
+@pytest.mark.slow
 def test_scales_keep_small_and_large_numbers():
     x, w = tr.full({"batch": 2, "embed": 4}, 1e-6), tr.full({"embed": 4, "mlp": 2}, 1e5)
     for kind in KINDS:
@@ -236,6 +238,7 @@ def test_scales_keep_small_and_large_numbers():
         np.testing.assert_allclose(tr.dot(x, tr.Narrow(w, kind), over="embed").array, 0.4, rtol=near)
 
 
+@pytest.mark.slow
 def test_a_second_derivative_is_refused():
     w, _, x = drawn()
     loss = lambda x: (tr.dot(x, tr.Narrow(w, "fp8"), over="embed") ** 2.0).mean().array

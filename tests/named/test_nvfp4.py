@@ -50,6 +50,7 @@ def arrays():
     return drawn(128, 64)
 
 
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_ml_dtypes():
     w, _, x = arrays()
     x = x["batch", 0]
@@ -149,6 +150,7 @@ def test_a_blackwell_gpu_multiplies_blocks_with_their_scales(monkeypatch):
         assert np.linalg.norm(a - b) < 5e-3 * np.linalg.norm(b)
 
 
+@pytest.mark.slow
 def test_both_forms_of_a_factor_are_made_together_on_gpus():
     """Of the activation, and of the gradient: XLA would make one when the weight's gradient needs it, and keep more."""
 

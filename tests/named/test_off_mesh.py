@@ -50,7 +50,7 @@ def test_a_plain_table_takes_sharded_ids(kind):
         np.testing.assert_array_equal(tr.take(tr.named(table, "vocab embed"), "vocab", ids), table[:8])
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("maps", [dict(params={"e": "data"}), dict(params={"e": "data"}, compute={"o": "model"})])
 def test_gradients_of_a_batch_from_numpy(kind, maps):

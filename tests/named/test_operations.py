@@ -89,6 +89,7 @@ def test_the_largest_value_is_nan_where_one_is_on_any_device(axis_type):
         np.testing.assert_array_equal(value, wanted)
 
 
+@pytest.mark.slow
 def test_the_largest_of_numbers_makes_no_nan():
     """`jax.debug_nans` ends a program where one is made, which no device does alone."""
     with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}), jax.debug_nans(True):
@@ -182,6 +183,7 @@ def test_a_transposition_names_some_dimensions_in_any_place():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(st.data())
 def test_einsum_against_numpy(data):
@@ -236,6 +238,7 @@ def test_splitting_and_joining():
         tr.stack([q, k], "embed")
 
 
+@pytest.mark.slow
 def test_indexing_and_updates():
     x = rand(batch=3, pos=5, embed=2)
     np.testing.assert_array_equal(x["pos", 2].array, x.array[:, 2])

@@ -48,7 +48,7 @@ def run(layout, names=("batch", "pos", "embed")):
         return step(*arrays), tr.ledger(jax.value_and_grad(loss, (0, 1, 2)), *arrays), step
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("which", MAPS)
 def test_values_gradients_and_bytes_are_those_without(which):
     wanted = run(None)[0]
@@ -67,6 +67,7 @@ def test_values_gradients_and_bytes_are_those_without(which):
     assert steps == 2 * (1 + 2) * (1 if "context" in which else 3)
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_those_of_one_device():
     def size(x, into, out):
         hidden = tr.tanh(tr.einsum("batch pos embed, embed mlp -> batch pos mlp", x, into) * 0.02)

@@ -89,7 +89,7 @@ def placed(x, marks):
     return shard(x, "compute"), shard(marks, "compute")
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stages, data, extra", [(2, 1, ()), (4, 2, ()), (2, 4, ("stage",))])
 @pytest.mark.parametrize("microbatches", [None, 2])
 def test_values_and_gradients_are_those_of_the_layers_one_by_one(stages, data, extra, microbatches):
@@ -100,7 +100,7 @@ def test_values_and_gradients_are_those_of_the_layers_one_by_one(stages, data, e
     check_close(found, one_by_one())
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"unrolled": True}, {"unroll": 1}])
 @pytest.mark.parametrize("policy", [Keep(), Keep(names=("hidden",))])
 def test_unrolled_layers_and_policies_change_nothing(options, policy):
@@ -183,6 +183,7 @@ def noise(stacked: Stacked, x: NamedArray, of: str) -> NamedArray:
     return stacked.fold(x, key)
 
 
+@pytest.mark.slow
 def test_what_all_layers_get_moves_once():
     """A weight as an argument: its gradient is summed after the last tick, and not in every tick for every layer."""
     stacked, (x, marks) = layers(), inputs()
@@ -202,6 +203,7 @@ def test_what_all_layers_get_moves_once():
     assert summed and all(row.times == 1 for row in summed)
 
 
+@pytest.mark.slow
 def test_what_layers_take_from_around_them():
     """A weight that rests in slices is right; of the batch they see a part, so what has it is refused with the fix."""
     stacked, (x, marks) = layers(), inputs()
@@ -221,6 +223,7 @@ def test_what_layers_take_from_around_them():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data, of", [(1, "a layer"), (4, "a layer"), (2, "all layers"), (2, "no layer")])
 def test_random_keys_differ_between_parts(data, of):
     """Rows of different microbatches, and of different slices of the batch, get different noise."""
@@ -232,6 +235,7 @@ def test_random_keys_differ_between_parts(data, of):
     assert len(np.unique(rows.round(5), axis=0)) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["a layer", "all layers", "no layer"])
 def test_what_is_not_drawn_along_the_batch_is_the_same_for_all_parts(of):
     """As on one device: noise of a weight is that of all rows."""
@@ -378,7 +382,7 @@ def test_mistakes():
     )
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count, stages", [(3, 2), (6, 4)])
 def test_stages_with_a_layer_less(count, stages):
     """Values and gradients of numbers of layers that stages do not divide."""
@@ -390,6 +394,7 @@ def test_stages_with_a_layer_less(count, stages):
     check_close(found, one_by_one(count))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", ["~stage", "~stage ~data"])
 def test_layers_that_are_held_as_copies(copied):
     """Three layers on two stages, found by random programs (seed 2000637)."""

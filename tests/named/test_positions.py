@@ -115,6 +115,7 @@ def test_a_layout_changes_no_slice(layout):
         np.testing.assert_array_equal(x["w", key], plain[key])
 
 
+@pytest.mark.slow
 def test_manual_lookups():
     """In manual mode each device looks up what it has of the positions, in a table that is whole."""
     plain, names = _table()
@@ -183,6 +184,7 @@ def test_factors_at_places_that_may_be_met_twice_have_no_derivative(method):
         jax.grad(lambda x: update(x).sum().array)(tr.ones({"w": 4}))
 
 
+@pytest.mark.slow
 def test_windows_of_sizes_that_mesh_axes_do_not_divide_compile_in_auto_mode():
     values = np.arange(8 * 8, dtype=np.float32).reshape(8, 8)
     parts = lambda x: [tr.pad(x["w", : 8 - i], {"w": (i, 0)}) for i in (1, 2)]
@@ -196,7 +198,7 @@ def test_windows_of_sizes_that_mesh_axes_do_not_divide_compile_in_auto_mode():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 def test_an_update_takes_any_single_number(layout):
     plain, names = _table()
     x = tr.named(jnp.asarray(plain), names)

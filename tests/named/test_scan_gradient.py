@@ -22,6 +22,7 @@ def whole(tree):
     return jax.tree.map(lambda a: jnp.asarray(jax.device_get(a)), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, Keep()], ids=["plain", "remat"])
 def test_bias_on_sliced_positions(policy):
     """Its gradient is a sum over positions, which the same step of the backward pass also gathers."""
@@ -67,6 +68,7 @@ SECOND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SECOND)
 def test_second_derivatives_through_loops_over_weights_at_rest(kind):
     """JAX takes no stack of pending sums apart, which the gradient of a stack of gathered weights would be."""

@@ -95,6 +95,7 @@ def test_one_layout_is_traced_once():
     assert len(count) == 1
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("pos", ["", "data"], ids=["whole", "sliced"])
 def test_a_gradient_traces_no_derivative_that_only_forward_mode_reads(pos, monkeypatch):
     module = importlib.import_module(f"trellis.nn.attention.{'sliced.attention' if pos else 'chunked'}")

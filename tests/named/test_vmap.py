@@ -33,7 +33,7 @@ def _loss(x, w):
     return (tr.tanh(tr.dot(x, w, over="e")) ** 2).sum()
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loss_per_example(layout, kind):
@@ -56,7 +56,7 @@ def test_a_loss_per_example(layout, kind):
         np.testing.assert_allclose(per_example.sum("b"), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp", "data", "fsdp and tensor", "fsdp over two"])
 def test_a_gradient_for_each_example_by_what_is_closed_over(layout):
     """Whether it rests in slices of the mapped mesh axes or comes from NumPy; also if it is differentiated again."""
@@ -76,7 +76,7 @@ def test_a_gradient_for_each_example_by_what_is_closed_over(layout):
                 tr.vmap(lambda x: jax.grad(lambda w: _loss(x, w).array)(w), "b")(x)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [{"e": "data"}, {"e": "model"}, {"e": "data", "o": "model"}, {"o": "data"}])
 def test_maps_in_each_other_over_what_one_of_their_mesh_axes_slices(params):
     x, w = tr.named(X.reshape(4, 2, 16), "a b e"), tr.named(W, "e o")
@@ -160,7 +160,7 @@ def test_the_largest_values_are_found_where_their_rows_are():
         assert tr.typeof(ours)[3:] == "[b/data=8 p/model=4 k=2]"
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data", "fsdp", "fsdp and tensor", None])
 def test_keys_for_each_example(layout):
     import contextlib
@@ -225,6 +225,7 @@ def test_linear_algebra_is_mapped_one_row_after_the_other():
         np.testing.assert_allclose(tr.named_jit(tr.map(inverse, "b"))(x), np.linalg.inv(rows), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decompose", [jnp.linalg.inv, lambda x: jnp.linalg.qr(x)[1]])
 def test_linear_algebra_of_plain_arrays_is_refused_and_each_device_has_its_own(decompose):
     rows = np.stack([np.eye(4, dtype=np.float32) * (i + 2) + 0.1 for i in range(8)])
@@ -275,7 +276,7 @@ UPDATES = {
 }
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compute", [{"b": "data", "o": "model"}, {"b": ("data", "model"), "o": "model"}, {"o": "data"}]
 )
@@ -305,6 +306,7 @@ def test_in_manual_mode():
         np.testing.assert_allclose(losses(W, X), np.sum(np.tanh(X @ W) ** 2, 1), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("along", "since"),
     [
@@ -324,6 +326,7 @@ def test_gradients_of_what_devices_do_by_themselves(along, since):
             np.testing.assert_allclose(gradient(tr.named(X, "b e")), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_steps_of_parameters_for_each_example():
     """A step over plain arrays, as Optax makes it: right of an argument; of what is closed over, refused."""
     loss = lambda w, row: (tr.dot(row, w, over="e") ** 2.0).sum()
@@ -372,6 +375,7 @@ def test_what_is_sorted_in_a_map_is_the_same_where_it_is_kept_for_the_backward_p
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "one",
     [
@@ -417,6 +421,7 @@ def test_a_table_that_a_map_in_a_map_closes_over_is_gathered_as_the_ledger_says(
     assert "besides" not in said and "missing" not in said, said
 
 
+@pytest.mark.slow
 def test_rows_are_stacked_with_what_is_the_same_for_all():
     x, same = tr.random.normal(jax.random.key(0), {"b": 8, "e": 4}), tr.random.normal(jax.random.key(1), {"e": 4})
     both = lambda same, x: tr.vmap(lambda r: tr.stack([same, r, tr.ones({"e": 4})], "z"), "b")(x)

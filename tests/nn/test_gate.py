@@ -28,6 +28,7 @@ def test_the_fence_changes_no_number(gated, activation):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=5e-6)
 
 
+@pytest.mark.slow
 @GATES
 def test_both_modes_and_second_derivatives(gated, activation):
     gate, up = jax.random.normal(jax.random.key(1), (2, 4, 16))
@@ -65,6 +66,7 @@ def test_in_bfloat16_a_cpu_rounds_values_and_gradients_once(gated, activation):
         np.testing.assert_array_equal(mine, exact.astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_operands_that_lie_differently():
     gate, up = jax.random.normal(jax.random.key(0), (2, 4, 3))
     expected = jax.jit(jax.grad(lambda gate, up: ((jax.nn.silu(gate) * up) ** 2).sum(), argnums=(0, 1)))(gate, up)

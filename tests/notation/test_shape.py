@@ -24,12 +24,14 @@ def shapes(draw):
     return Shape(dims, pending, copied, draw(st.booleans()))
 
 
+@pytest.mark.slow
 @given(shapes())
 def test_what_is_printed_is_parsed_back(shape):
     assert parse(str(shape)) == shape
     assert parse("  ".join(str(shape).split(" ")) + " ") == shape
 
 
+@pytest.mark.slow
 @given(shapes())
 def test_the_partition_spec_says_the_same(shape):
     if shape.ellipsis:
@@ -42,6 +44,7 @@ def test_the_partition_spec_says_the_same(shape):
     assert (spec.unreduced, spec.reduced) == (frozenset(shape.pending), frozenset(shape.copied))
 
 
+@pytest.mark.slow
 @given(shapes(), shapes())
 def test_a_transition_keeps_its_dimensions(before, after):
     text = f"{before} -> {after}"

@@ -54,6 +54,7 @@ def steps(rule, gradients):
     return found, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"beta1": 0.9}, {"clip_update_rms": None}, {"clip_update_rms": 0.3}], ids=str)
 def test_every_matrix_of_a_stack_is_as_optax_has_it_alone(options):
     clip, b1 = options.get("clip_update_rms", 1.0), options.get("beta1")
@@ -131,6 +132,7 @@ def test_the_padding_of_a_vocabulary_changes_nothing(least):
     assert hasattr(optax.tree.get(wide, "squares")["embedding"], "rows") == (least <= 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [8, 100], ids=["factored", "whole"])
 @pytest.mark.parametrize(("before", "after"), [(24, 32), (32, 24)])
 def test_it_goes_on_with_another_padding(tmp_path, least, before, after):
@@ -157,6 +159,7 @@ def test_a_state_of_optax_is_refused(tmp_path):
     assert error.value.fix.startswith("resume with the model and optimizer that saved it")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["explicit", "auto"])
 def test_sums_lie_where_a_layout_places_what_is_left(axis_type):
     """Of `vocab embed` a layout slices the vocabulary alone, of a vector along `embed` just that."""

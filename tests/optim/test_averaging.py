@@ -18,6 +18,7 @@ def followed(dtype, steps=4000, decay=0.999):
     return np.asarray(found["w"].array, np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "apart"), [(jnp.bfloat16, 2**-8), (jnp.float16, 2**-11)])
 def test_an_average_in_few_bits_follows_the_parameters(dtype, apart):
     """As one in float32 does, give or take a few times what two neighbours are apart, and right in the mean."""
@@ -33,6 +34,7 @@ def test_an_average_in_float32_is_rounded_as_ever():
         np.testing.assert_array_equal(average(ema, params, 0.9, 1000, key)["w"], plain["w"])
 
 
+@pytest.mark.slow
 def test_an_average_has_the_type_that_it_is_kept_in():
     ema, params = {"w": jnp.ones(4, jnp.bfloat16)}, {"w": jnp.full(4, 3.0)}
     assert average(ema, params, 0.5, 1000)["w"].tolist() == [2.0] * 4

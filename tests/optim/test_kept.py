@@ -34,6 +34,7 @@ def kept(rule, dtype, *, random=True, steps=3000):
     return [np.asarray(x, np.float32).mean() for x in jax.tree.leaves(found) if x.ndim and x.size > 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_averages_in_few_bits_decay(name, dtype):

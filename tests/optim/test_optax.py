@@ -73,6 +73,7 @@ def test_on_a_mesh(name):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_products_of_whole_arrays_need_automatic_axes():
     rule = optax.contrib.muon(RATE)
     alone, _ = steps(rule)
@@ -99,6 +100,7 @@ def test_updates_are_sliced_like_the_parameters_and_the_ledger_has_what_the_rule
     assert {"data", "model"} <= {axis for row in ledger for axis in row.axes}
 
 
+@pytest.mark.slow
 def test_gradients_for_each_example():
     """Such a rule gets gradients with a name more than the parameters have."""
     rule = on_arrays(optax.contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0)))

@@ -81,7 +81,7 @@ def four_steps(config):
     return run(config, tree(0), range(1, 5))[0]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "mode"),
     [*((rule, AxisType.Explicit) for rule in RULES), (RULES[2], AxisType.Auto)],
@@ -159,6 +159,7 @@ def test_eight_bits_that_slices_cut_are_refused():
             optimizer.init({"up": up})
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")
 def test_adamw_is_optax_adamw():
     mask = {name: "norm" not in name and "bias" not in name for name in PARAMS}
@@ -272,6 +273,7 @@ def test_muon_deals_matrices_out_over_the_largest_axis_that_divides_them():
     assert flops(on_mesh) * 4 == flops(alone)
 
 
+@pytest.mark.slow
 def test_muon_adds_its_epsilon_to_the_norms_of_matrices():
     gradient = {"w": named(jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32), "embed mlp")}
 

@@ -37,6 +37,7 @@ def test_what_is_moved_in_small_steps_is_rounded_at_random_and_the_rest_is_left(
     assert moved(wide, up, jax.random.key(0))["w"].array is wide["w"].array
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_number_becomes_one_of_its_neighbours(dtype):
     params = {"w": jax.random.normal(jax.random.key(0), (512,)).astype(dtype)}
@@ -62,6 +63,7 @@ def test_what_is_drawn_looks_random():
     assert related(share[:-1], share[1:]) < chance
 
 
+@pytest.mark.slow
 def test_the_same_on_every_mesh():
     params = {"w": tr.random.normal(jax.random.key(0), {"embed": 64, "mlp": 32}).astype(jnp.bfloat16)}
     change = {"w": 1e-3 * tr.random.normal(jax.random.key(1), {"embed": 64, "mlp": 32})}

@@ -28,7 +28,7 @@ EIGHT = (
 )
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe, on, mesh, batch, fits", EIGHT)
 def test_large_recipes_on_every_kind_of_hardware(recipe, on, mesh, batch, fits):
     where = target(on)
@@ -115,6 +115,7 @@ def test_what_cannot_be_enough_is_not_planned():
     assert excess_lines(plan, ways)[0].startswith(f"fits with {ways[0].options}: ")
 
 
+@pytest.mark.slow
 def test_too_few_devices_for_the_state():
     where = target("8xH100")
     plan = quick_plan(load_run("llama_70b", TENSOR), where)
@@ -123,6 +124,7 @@ def test_too_few_devices_for_the_state():
     assert line.endswith("use at least 10 devices of this kind")
 
 
+@pytest.mark.slow
 def test_too_few_devices_of_a_slice():
     """Of the sizes that slices have: 8B parameters in float32 and their moments take six chips of v5e."""
     plan = quick_plan(load_run("llama_8b", {"mesh.data": "4"}), target("v5e:2x2"))
@@ -130,6 +132,7 @@ def test_too_few_devices_of_a_slice():
     assert line.endswith("use at least 8 devices of this kind"), line
 
 
+@pytest.mark.slow
 def test_the_command_tells_what_it_fitted(capsys, tmp_path):
     small = ["--model.layers", "2", "--model.embed", "256", "--model.mlp", "512", "--model.vocab", "512"]
     assert main(["plan", "llama_8b", "--on", "v5e:4x4", *small]) == 0

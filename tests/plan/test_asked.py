@@ -21,6 +21,7 @@ from trellis.plan.text import as_json, link_table, text
 from trellis.recipes import load_run
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_takes_the_hosts_memory_and_its_time():
     kept, plans = {}, {}
     for policy in ("full", "saved", "offload"):
@@ -40,6 +41,7 @@ def test_what_is_offloaded_takes_the_hosts_memory_and_its_time():
     assert "in the host's memory:" in text(found) and as_json(found)["memory"]["host"] == found.memory.host
 
 
+@pytest.mark.slow
 def test_copies_to_the_host_are_moves():
     """On the page, in what a search says of a variant, and in what a plan advises."""
     run, on = small(remat__policy="offload", batch_size="256"), target("8xH100")
@@ -56,6 +58,7 @@ def test_copies_to_the_host_are_moves():
     assert "host copy" in str(page(plan, found=found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on", "devices"), [("8xH100", 8), ("v5p:2x2x2", 8), ("1xH100", 1)])
 def test_attention_is_kept_by_its_name(on, devices):
     """Its result and the log of its sums, and its forward pass is not made again."""
@@ -70,6 +73,7 @@ def test_attention_is_kept_by_its_name(on, devices):
     assert by_name["attention"] == 2 * rows * heads * (64 * 2 + 4)
 
 
+@pytest.mark.slow
 def test_an_odd_length_is_attended_to_in_chunks_on_gpus():
     kinds = lambda length: {
         x.kind for x in quick_plan(small(data__sequence_length=length), target("8xH100")).times.lines
@@ -77,12 +81,14 @@ def test_an_odd_length_is_attended_to_in_chunks_on_gpus():
     assert "attention" in kinds("254") and "attention" not in kinds("255")
 
 
+@pytest.mark.slow
 def test_names_that_the_model_does_not_mark_are_refused():
     with pytest.raises(UserError, match="`remat.names` can list only names that the model marks") as error:
         quick_plan(small(remat__policy="saved", remat__names="qury"), target("8xH100"))
     assert (error.value.seen, error.value.where, error.value.fix) == ("`qury`", "remat.names", "did you mean `query`?")
 
 
+@pytest.mark.slow
 def test_a_search_looks_at_meshes_that_divide_alone():
     """Neither 6 nor 3 devices slice 256 channels: the model has three copies, each over two devices."""
     run, _ = adapt(small(batch_size="48"), target("6xH100"), set())
@@ -97,6 +103,7 @@ def test_a_search_says_why_no_mesh_divides():
         search(small(model__mlp="511", layout__params__mlp="data", layout__params__embed=""), target("8xH100"), most=4)
 
 
+@pytest.mark.slow
 def test_a_search_of_what_cannot_be_planned_says_why(tmp_path, capsys):
     """It is refused on every mesh, and not for want of memory."""
     delayed = ["--precision.products", "{experts: fp8}", "--precision.amax_history", "2"]
@@ -108,6 +115,7 @@ def test_a_search_of_what_cannot_be_planned_says_why(tmp_path, capsys):
     assert "nothing fits" not in said.out
 
 
+@pytest.mark.slow
 def test_what_narrow_products_bring(tmp_path, capsys):
     """Of each alone; A100s have no units for fp8, and gain by int8 what rounding does not take."""
     page = tmp_path / "plan.html"
@@ -124,6 +132,7 @@ def test_what_narrow_products_bring(tmp_path, capsys):
     assert "narrow products" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["heads: mxfp8", "vocab: fp8"])
 def test_narrow_products_that_alone_have_histories_of_scales_are_left_out_with_them(capsys, other):
     narrow = ["--precision.products", f"{{mlp: fp8, {other}}}", "--precision.amax_history", "4", "--model.layers", "1"]
@@ -153,6 +162,7 @@ def test_numbers_that_mean_nothing(words, seen, where, fix, capsys):
     assert found == [seen, where, fix]
 
 
+@pytest.mark.slow
 def test_the_fullest_device_has_all_rows_at_most(capsys):
     mixture = [
         "plan",
@@ -177,6 +187,7 @@ def test_the_fullest_device_has_all_rows_at_most(capsys):
     assert "fix:   leave it out, or use --mesh.expert 2 --load 2\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_advice_on_products_and_on_activations_can_be_followed():
     """Products in float32 are slow at any width, and positions that are sliced already are not to be sliced again."""
     sizes = {"batch_size": "256", "mesh.model": "2", "model.embed": "256", "layout.preset": "fsdp_tensor_sequence"}
@@ -196,6 +207,7 @@ def test_advice_on_products_and_on_activations_can_be_followed():
     assert found.endswith(": a wider model, or wider heads, or less tensor parallelism (--mesh.model 1)")
 
 
+@pytest.mark.slow
 def test_what_four_bits_take_is_not_said_to_be_too_small():
     """Blocks of 16 numbers are turned before they are rounded to four bits: no wider model has larger ones."""
     sizes = {"model.layers": "4", "precision.products": "{mlp: nvfp4, attention: nvfp4}"}
@@ -205,6 +217,7 @@ def test_what_four_bits_take_is_not_said_to_be_too_small():
     assert "too small to fill" in "\n".join(advice(dataclasses.replace(plan, work=tuple(eight))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "advised"),
     [
@@ -223,6 +236,7 @@ def test_more_tokens_do_not_help_activations_that_cross_the_network(sizes, advis
     assert f"{advised}, or a copy of the model on each host (--layout.preset hybrid)" in said
 
 
+@pytest.mark.slow
 def test_a_larger_batch_is_advised_for_memory_bandwidth_if_it_reads_weights_for_more_tokens():
     """Here elementwise work reads activations, and as much more of them."""
     plans = [quick_plan(small(batch_size=str(size)), target("v5e:2x2")) for size in (32, 64)]
@@ -234,6 +248,7 @@ def test_a_larger_batch_is_advised_for_memory_bandwidth_if_it_reads_weights_for_
     assert said(lambda options: fewer, "--batch_size 64")[0].endswith("each weight for more tokens (--batch_size 64)")
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_not_advised_to_take_more():
     """Neither more tokens nor, of what is faster, anything that takes more memory."""
     plan = quick_plan(small(batch_size="64"), target("4x2xH100"))
@@ -247,6 +262,7 @@ def test_a_step_that_does_not_fit_is_not_advised_to_take_more():
     assert "keep weights inside (--layout.preset hybrid)" in said(faster) and "hybrid" not in said(larger)
 
 
+@pytest.mark.slow
 def test_more_tokens_are_advised_if_they_make_the_step_faster():
     plan = quick_plan(small(batch_size="64"), target("4x2xH100"))
     faster = dataclasses.replace(plan, tokens=2 * plan.tokens)
@@ -254,6 +270,7 @@ def test_more_tokens_are_advised_if_they_make_the_step_faster():
     assert "more tokens a device (--batch_size 128)" in said(faster) and "more tokens" not in said(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("copies", "advised"), [("1", "--layout.preset hybrid"), ("2", "--mesh.replica 4"), ("4", "")])
 def test_a_copy_on_each_host_is_advised_unless_each_has_one(copies, advised):
     plan = quick_plan(small(batch_size="64", mesh__replica=copies), target("4x2xH100"))
@@ -261,6 +278,7 @@ def test_a_copy_on_each_host_is_advised_unless_each_has_one(copies, advised):
     assert said and ("keep weights inside" in said) == bool(advised) and advised in said
 
 
+@pytest.mark.slow
 def test_muons_repeated_products_are_told_with_a_mesh_that_shares_them():
     sizes = {"optimizer.kind": "muon", "mesh.data": "8", "model.layers": "2", "model.embed": "512", "batch_size": "8"}
     plans = {}
@@ -276,6 +294,7 @@ def test_muons_repeated_products_are_told_with_a_mesh_that_shares_them():
     assert plans[option].seconds * 1.01 < planned().seconds
 
 
+@pytest.mark.slow
 def test_tables_whose_slices_end_within_a_tile_are_turned():
     """To look words up and to add gradients to them, on TPUs alone. Sliced by words they lie as they are read."""
     sizes = {"model.vocab": "65536", "model.embed": "256", "model.layers": "1", "batch_size": "8"}
@@ -289,6 +308,7 @@ def test_tables_whose_slices_end_within_a_tile_are_turned():
     assert said.endswith("(--layout.preset data --layout.params.vocab data --layout.params.embed data)")
 
 
+@pytest.mark.slow
 def test_options_are_advised_if_they_are_accepted_and_help():
     sizes = {"mesh.model": "2", "layout.preset": "fsdp_tensor_sequence"}
     plan = quick_plan(load_run("tiny", sizes), target("v5e:2x4"))
@@ -308,6 +328,7 @@ def test_options_are_advised_if_they_are_accepted_and_help():
     assert waits({overlap: plan, less: faster})[0].endswith(f"over model: use less of it ({less})")
 
 
+@pytest.mark.slow
 def test_what_a_plan_advises_is_tried(capsys):
     """Overlap would take longer here, and is not advised; it is accepted, since its preset follows from the mesh."""
     command = ["plan", "llama_84m", "--on", "v5e:2x4", "--mesh.model", "2", "--model.layers", "2", "--json"]
@@ -335,6 +356,7 @@ def test_a_search_leaves_rings_out_where_no_positions_are_sliced():
     assert small(**sizes | dotted).layout == variant.layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [{"accumulation": "sharded", "microbatches": "2"}, {"remat__policy": "offload"}])
 def test_a_search_refuses_no_variant_for_what_only_the_run_itself_has(own):
     """Accumulation of several parts, and a policy that no stage can have."""
@@ -343,7 +365,7 @@ def test_a_search_refuses_no_variant_for_what_only_the_run_itself_has(own):
     assert found.sketched == sum(1 for _ in variants(run, where)) and not any(c.refused for c in found.candidates)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("later", ["", ", batch_size: 16"])
 def test_what_a_search_finds_holds_for_every_length(capsys, later):
     """The later steps decide, with half or twice the sequences; what is pasted is about the run as it was written."""
@@ -359,6 +381,7 @@ def test_what_a_search_finds_holds_for_every_length(capsys, later):
         assert all(quick_plan(phase.run, where).fits for phase in pasted.phases())
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_where_the_compiler_refuses_a_setting(monkeypatch):
     def refuses(run, where, progress):
         raise RuntimeError("the compiler for v5e:2x2 refused the step: no room in vector memory\nmore lines")
@@ -371,6 +394,7 @@ def test_a_search_goes_on_where_the_compiler_refuses_a_setting(monkeypatch):
     assert found.winner is not None and found.winner not in refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, False, "for one side"])
 def test_compiler_options_are_advised_if_something_is_not_hidden_for_want_of_them(asked):
     sizes = {"model.layers": "2", "mesh.data": "8", "mesh.data_y": "1", "batch_size": "8", "scan_layers": "false"}

@@ -17,6 +17,7 @@ from trellis.recipes import load_run
 from trellis.run.config import Remat, Run
 
 
+@pytest.mark.slow
 def test_what_would_be_fastest_but_does_not_fit_is_planned_with_less_kept():
     where = target("v5e:2x2")
     room, base = where.chip.hbm_bytes, quick_plan(small(), where)
@@ -60,6 +61,7 @@ def test_layers_whose_loop_nobody_asked_for_are_tried_written_out():
     assert not writes_out(small(mesh__stage="2"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on", "layers", "few", "tried"),
     [("v5e:2x2", 2, 10**10, 1), ("4xH100", 2, 0, 0), ("4xH100", 17, 10**10, 0), ("4xH100", 17, 0, 1)],
@@ -98,6 +100,7 @@ def test_a_search_plans_the_fastest_also_with_layers_written_out(written):
     assert all(one != other for number, one in enumerate(runs) for other in runs[:number]), "none is planned twice"
 
 
+@pytest.mark.slow
 def test_a_plan_advises_to_write_layers_out_where_that_is_faster():
     where = target("v5p:2x2x1")
     run = dataclasses.replace(mixture(**{"data.sequence_length": "2048"}), remat=Remat(policy="saved"))

@@ -31,6 +31,7 @@ def plan():
     return quick_plan(load_run("tiny", {"mesh.data": "4", "mesh.model": "2"}), target("8xH100"))
 
 
+@pytest.mark.slow
 def test_rows_that_sparsecores_gather_take_time_as_far_as_nothing_hides_them():
     on_tpu = quick_plan(load_run("tiny", {"mesh.data": "4", "mesh.model": "2"}), target("v6e:2x4"))
     text = (Path(__file__).parents[1] / "inspect" / "sparsecores.hlo").read_text()
@@ -51,6 +52,7 @@ def costs_in(text: str) -> dict[str, float]:
     return {name: float(cost) for name, cost in found}
 
 
+@pytest.mark.slow
 def test_instructions_of_a_gpu_together_take_as_long_as_the_plan_s_computation(plan):
     known = estimates(plan, GPU, MESH)
     assert known.scheduled is None and known.kernels < plan.times.computation
@@ -156,6 +158,7 @@ def test_it_ends_where_a_program_s_costs_are_those_before(plan, monkeypatch, tmp
     assert len(compiler.given) == 1
 
 
+@pytest.mark.slow
 def test_a_tpu_has_no_costs(tmp_path):
     plan = quick_plan(load_run("tiny", {"mesh.data": "4"}), target("v5e:2x2"))
     with pytest.raises(UserError, match="Costs can be used only with the compiler of GPUs") as error:

@@ -18,7 +18,6 @@ from trellis.inspect import Memory
 from trellis.inspect.work import ANEW
 from trellis.nn.moe.dispatch import WORDS
 from trellis.pages.plan import page
-from trellis.plan import compile as compiling
 from trellis.plan.adapt import adapt, data_sizes
 from trellis.plan.advice import advice
 from trellis.plan.candidate import Candidate
@@ -28,11 +27,10 @@ from trellis.plan.quick import quick_plan
 from trellis.plan.search import Found, best, search, variants
 from trellis.plan.sketch import Sketch
 from trellis.plan.text import as_json, text
-from trellis.plan.verdict import judge, verdict_text
 from trellis.recipes import load_run
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe, on, options",
     [
@@ -54,6 +52,7 @@ def test_recipes_are_planned_without_devices(recipe, on, options):
     assert {line.label for line in plan.times.lines} >= {"GatedMlp gate, up", "GatedMlp down", "Attention q, k, v"}
 
 
+@pytest.mark.slow
 def test_state_of_a_sharded_run_is_exact():
     plan = quick_plan(small(), target("v5e:2x2"))
     matrices = plan.parameters - 5 * 256  # norm scales are vectors
@@ -61,6 +60,7 @@ def test_state_of_a_sharded_run_is_exact():
     assert plan.memory.bytes_of("optimizer") == pytest.approx(2 * matrices * 4 / 4, rel=0.01)
 
 
+@pytest.mark.slow
 def test_tables_on_tpus_are_cut_into_whole_tiles():
     words = {"layout__preset": "data", "layout__params__vocab": "data", "layout__params__embed": "data"}
     run = small(model__vocab="1001", **words)
@@ -69,6 +69,7 @@ def test_tables_on_tpus_are_cut_into_whole_tiles():
         assert prog.state.model.embedding.shape["vocab"] == rows
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_moves_activations():
     plan = quick_plan(small(mesh__model="2", layout__preset="fsdp_tensor"), target("v5e:2x2"))
     assert set(plan.ledger.per_axis()) == {"data", "model"}
@@ -76,7 +77,7 @@ def test_tensor_parallelism_moves_activations():
     assert lines and all(line.label.startswith("activations") and line.hidden == 0 for line in lines)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("on", ["v5e:2x2", "4xH100"])
 @pytest.mark.parametrize("kind", ["ring", "gather", "exchange"])
 def test_slices_of_positions_are_attended_to_by_kernels(on, kind):
@@ -95,6 +96,7 @@ def test_options_hide_communication():
     assert {quick_plan(run, on, options=[name]).seconds for name in names} == {slow}
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_with_a_way_out():
     plan = quick_plan(load_run("llama_70b", {"batch_size": "64", "microbatches": "1"}), target("8xH100"))
     assert not plan.fits
@@ -109,6 +111,7 @@ def waiting(plan):
     return found
 
 
+@pytest.mark.slow
 def test_tokens_cross_hosts_once_for_each_of_their_experts():
     options = {"mesh.expert": "64", "mesh.expert_y": "1", "model.routing.interleave": "1"}
     found = waiting(quick_plan(load_run("deepseek_v3", options), target("64x8xH100")))
@@ -148,6 +151,7 @@ def test_what_compilers_lay_out_anew_before_kernels_read_it():
     assert any("slice them by number" in line for line in advice(plan))
 
 
+@pytest.mark.slow
 def test_text_and_json_agree():
     plan = quick_plan(small(), target("v5e:2x2"), price=2.0)
     words, values = text(plan, formulas=True), as_json(plan)
@@ -307,6 +311,7 @@ def test_experts_are_planned_and_searched():
     assert max(variant.mesh.expert for variant, _ in variants(many, target("v5p:4x4x8"))) == 128  # one a device
 
 
+@pytest.mark.slow
 def test_of_equals_the_simplest_wins():
     def one(seconds, model, fits=True, asked=False):
         run = small(mesh__model=str(model))
@@ -382,6 +387,7 @@ def test_known_good_settings():
     assert all(c.run.layout.preset != "fsdp_tensor" for c in found.candidates if c.fits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "own",
     [{}, {"layout.mode": "auto"}, {"layout.context": "gather"}],
@@ -410,6 +416,7 @@ def test_the_page_is_whole_and_self_contained():
     assert not re.search(r"\bnan\b", words)
 
 
+@pytest.mark.slow
 def test_the_command(capsys, tmp_path):
     file = tmp_path / "plan.html"
     arguments = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
@@ -419,82 +426,3 @@ def test_the_command(capsys, tmp_path):
     assert file.read_text().startswith("<!doctype html>")
     assert main(["plan", "llama_8b", "--on", "v5e:3x3", *arguments]) == 2
     assert "Similar: v5e:" in capsys.readouterr().err
-
-
-def test_the_compiler_is_missing(monkeypatch):
-    monkeypatch.setattr("trellis.mesh.topology.importlib.util.find_spec", lambda name: None)
-    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(UserError) as error:
-        compiling.compiler_devices(target("v5e:2x2"))
-    assert "no compiler for v5e:2x2" in str(error.value)
-    assert "pip install" in str(error.value) and "without --compile needs no compiler" in str(error.value)
-
-
-OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom:
-Ran out of memory in memory space hbm. Used 27.44G of 15.75G hbm. Exceeded hbm capacity by 11.69G.
-
-Largest program allocations in hbm:
-
-  1. Size: 8.00G
-     Operator: op_name="jit(step)/jvp()/while/body/dot_general" source_file="/a/b/llama.py" source_line=118
-     Shape: f32[64,4096,8192]{2,1,0:T(8,128)}
-     Unpadded size: 8.00G
-     XLA label: fusion.3 = fusion(...)
-     Allocation type: HLO temp
-
-  2. Size: 512.00M
-     Shape: bf16[16,1024,16384]{2,1,0}
-     XLA label: copy.1 = copy(...)
-"""
-
-
-def test_out_of_memory_is_a_finding():
-    found = compiling._refused(OUT_OF_MEMORY, target("v5e:2x2"), 1.0, {"jax": "0"}, {})
-    assert not found.fits
-    assert found.excess == pytest.approx(11.69 * 2**30, rel=1e-3)
-    assert found.peak == pytest.approx(27.44 * 2**30, rel=1e-3)
-    first, second = found.largest
-    assert first.what == "f32[64,4096,8192]" and first.num_bytes == 8 * 2**30
-    assert first.source.startswith("llama.py:118 jit(step)")
-    assert second.num_bytes == 2**29
-
-
-def test_buffers_have_names_where_the_compiler_lists_none():
-    run, where = small(batch_size="64"), target("v5e:2x2")
-    prog, plan = prepare(run, where, described_devices(where)), quick_plan(run, where)
-    message = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: the total (27.44G) exceeds available HBM (15.75G)"
-    found = compiling._refused(message, where, 1.0, {"jax": "0"}, {})
-    assert found.largest == () and found.excess == pytest.approx(11.69 * 2**30, rel=1e-3)
-    words = verdict_text(plan, judge(plan, prog, found))
-    assert "DOES NOT FIT: 11.7 GiB more than 15.8 GiB" in words
-    assert "carry between layers" in words and "from types: the compiler gave up before it placed buffers" in words
-
-
-def test_other_refusals_are_not_memory():
-    with pytest.raises(RuntimeError, match="the compiler for v5e:2x2 refused the step"):
-        compiling._refused("INTERNAL: no", target("v5e:2x2"), 1.0, {}, {})
-    with pytest.raises(UserError, match="Compiler options must be known to the compiler and have valid values."):
-        compiling._refused("No such compile option: 'xla_no'", target("v5e:2x2"), 1.0, {}, {})
-    message = "INVALID_ARGUMENT: While setting option xla_gpu_autotune_level, 'two' is not a valid int32 value."
-    with pytest.raises(UserError) as error:
-        compiling._refused(message, target("8xH100"), 1.0, {}, {"xla_gpu_autotune_level": "two"})
-    assert str(error.value) == (
-        "Compiler options must be known to the compiler and have valid values.\n"
-        f"  seen:  {message}\n"
-        "  where: compiler_options\n"
-        "  fix:   leave the option out, write its value as this platform's XLA does (True or False on GPUs), or "
-        "install a version of the compiler that has it"
-    )
-
-
-def test_compiled_programs_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    memory = {"arguments": 3, "outputs": 2, "aliased": 2, "temporaries": 4, "code": 1, "host": 0}
-    lost = (compiling.Allocation(1.0, "f32[2]", "here"),)
-    compiling._write("key", compiling.Compiled("HloModule", memory, 2.0, False, 0.0, lost, {"jax": "0"}, {}))
-    found = compiling._read("key")
-    assert found.cached and found.text == "HloModule" and found.peak == 8 and found.largest == lost
-    assert compiling._read("other") is None
-    before = compiling._key("module", gpus := target("8xH100"), {}, {})
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")  # which gives another program
-    assert compiling._key("module", gpus, {}, {}) != before

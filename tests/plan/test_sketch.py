@@ -12,6 +12,7 @@ from trellis.recipes import load_run
 from trellis.run.config import Remat
 
 
+@pytest.mark.slow
 def test_of_mixtures_what_experts_make_is_kept_without_what_they_get():
     run, where = load_run("mixtral_8x7b"), target("8x8xH100")
     operands, gates = ("query", "key", "value", "attention"), ("mlp_gate", "mlp_up")

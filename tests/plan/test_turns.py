@@ -122,6 +122,7 @@ def test_in_loops_only_what_a_turn_computes_before_hides_a_gather():
     assert there and sum(line.hidden for line in there) < sum(line.seconds for line in there)
 
 
+@pytest.mark.slow
 def test_of_layers_written_out_less_is_hidden_the_more_there_is_to_hide():
     """Of what would take as long as the computation beside it, half is waited for."""
 

@@ -49,6 +49,7 @@ def test_flops_are_exact(sizes, placing):
     assert by_pass["update"] == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_computed_again_without_a_checkpoint():
     again = traced(dataclasses.replace(CONFIG, policy="dots"), abstract_mesh(data=4))
     some = sum(op.flops * op.times for op in work(again) if op.direction == "recomputed")
@@ -64,6 +65,7 @@ def test_work_names_its_line():
     assert found == sorted(found, key=lambda op: op.number)
 
 
+@pytest.mark.slow
 def test_state_is_exact_and_activations_scale_with_layers():
     mesh = abstract_mesh(data=4)
     found = memory_of(traced(CONFIG, mesh))
@@ -78,6 +80,7 @@ def test_state_is_exact_and_activations_scale_with_layers():
     assert deep.bytes_of("activations") < 1.2 * stack
 
 
+@pytest.mark.slow
 def test_keeping_more_needs_more():
     mesh = abstract_mesh(data=4)
     deep = dataclasses.replace(CONFIG, layers=16)
@@ -87,6 +90,7 @@ def test_keeping_more_needs_more():
     )
 
 
+@pytest.mark.slow
 def test_memory_falls_with_more_devices():
     peaks = [memory_of(traced(dataclasses.replace(CONFIG, batch=32), abstract_mesh(data=n))).peak for n in (1, 4, 16)]
     assert peaks[0] > peaks[1] > peaks[2]
@@ -101,6 +105,7 @@ def test_roles_of_collectives():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 3])
 def test_stages_gather_weights_and_keep_activations_however_many_layers_they_have(layers):
     run = load_run("tiny", {"mesh.stage": "2", "model.layers": str(layers)})
@@ -112,6 +117,7 @@ def test_stages_gather_weights_and_keep_activations_however_many_layers_they_hav
     assert plan.memory.largest() in plan.memory.kept_by_name()
 
 
+@pytest.mark.slow
 def test_a_page_says_of_stages_what_the_text_says():
     plan = quick_plan(load_run("tiny", {"mesh.stage": "2", "model.layers": "3"}), target("2x4xH100"))
     words = page(plan)
@@ -119,11 +125,13 @@ def test_a_page_says_of_stages_what_the_text_says():
     assert len(particulars(plan)) == 2 and stages_chart(plan) in words
 
 
+@pytest.mark.slow
 def test_the_formula_of_a_line_is_of_its_longest_piece():
     plan = quick_plan(small(), target("v5e:2x2"))
     assert not any(line.formula.startswith("1 x 8 B") and line.seconds > 1e-6 for line in plan.times.lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on", "options", "why"),
     [
@@ -138,6 +146,7 @@ def test_a_plan_says_why_attention_has_no_kernel(on, options, why):
     assert len(said) == len(plan.refused) == bool(why) and all(line.endswith(why) for line in said)
 
 
+@pytest.mark.slow
 def test_the_loss_reduces_a_gradient_and_layers_wait_for_it():
     """On TPUs, where a fence keeps the unembedding's gradient before the layers' backward pass."""
     plan = quick_plan(small(), target("v5e:2x2"))
@@ -189,6 +198,7 @@ def test_plan_of_a_plain_step():
     assert plan.dollars_per_billion_tokens == pytest.approx(dollars)
 
 
+@pytest.mark.slow
 def test_the_plain_step_runs():
     """The step that the planner is tested on is a real one."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -198,7 +208,7 @@ def test_the_plain_step_runs():
     assert compiled.cost_analysis()["flops"] > 0
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "merged"), [(2, True), (17, False)])
 def test_what_is_computed_again_in_a_loop_over_microbatches(layers, merged):
     """Once, by XLA on a CPU, where both passes are in one body; up to 16 layers are written out there."""
@@ -213,6 +223,7 @@ def test_what_is_computed_again_in_a_loop_over_microbatches(layers, merged):
     assert {op.looped for op in again} == {not merged}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keeps", "again"), [("full", 2), ("dots", 2), ("saved", 0)])
 def test_of_experts_only_products_before_the_gate_are_computed_again(keeps, again):
     """XLA makes no result anew that nothing reads: an expert's last product. `dots` keeps no product of a kernel."""
@@ -231,6 +242,7 @@ def test_of_experts_only_products_before_the_gate_are_computed_again(keeps, agai
     assert 1.5 * made["forward"] < made["backward"] <= 2 * made["forward"]  # fewer rows complete a tile there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [pytest.param("llama_8b"), pytest.param("mixtral_8x7b", marks=pytest.mark.slow)])
 def test_what_the_compiler_places_takes_about_as_much(recipe):
     """In auto mode types say nothing, but where arguments lie and constraints put results is known."""
@@ -251,6 +263,7 @@ def test_what_the_compiler_places_takes_about_as_much(recipe):
         assert total <= ledger.per_axis()[axis] < 3 * total
 
 
+@pytest.mark.slow
 def test_a_tables_gradient_is_there_beside_the_sum_that_it_is_cast_from():
     """Of a long vocabulary that is the highest point: 964 MiB as libtpu 0.0.42 lays it out, of which types left the
     cast gradient out, a fifth."""

@@ -53,6 +53,7 @@ def test_changes_keep_less_then_cut_the_batch():
     ]
 
 
+@pytest.mark.slow
 def test_layers_written_out_keep_less_than_a_loop():
     """The compiler of v5e lays out 14.8 GiB for the recipe's twelve layers, written out, and makes some products again;
     types say 16.3, and 43.7 in a loop."""
@@ -100,6 +101,7 @@ def test_changes_that_do_not_divide_are_passed_over():
     assert ways_to_fit(run(batch_size="8"), refuse) == []
 
 
+@pytest.mark.slow
 def test_the_message():
     where = shrunk(2**20)
     asked = run(batch_size="32")
@@ -113,6 +115,7 @@ def test_the_message():
     assert excess_text(plan, []).endswith("is enough: use more devices, or a smaller model")
 
 
+@pytest.mark.slow
 def test_names_of_what_is_kept():
     asked = run(batch_size="8", remat__policy="saved")
     held = planned(asked).memory
@@ -122,6 +125,7 @@ def test_names_of_what_is_kept():
     assert kinds["optimizer"] == pytest.approx(2 * kinds["parameters"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_command(capsys, tmp_path):
     assert (
         main(["memory", "tiny", "--on", "v5e:2x2", "--data.sequence_length", "128", "--svg", str(tmp_path / "m.svg")])
@@ -156,6 +160,7 @@ def planned_by_command(capsys, words):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_what_fits_is_accepted_and_is_what_it_says(capsys, tmp_path):
     keeps = ["--remat.policy", "saved", "--remat.names", "mlp_up,attention"]
     command = ["plan", "tiny", *small_chip(tmp_path, 150), *keeps, "--batch_size", "2048", "--model.layers", "8"]

@@ -47,6 +47,7 @@ def test_a_kernel_says_its_work_or_estimates_it():
         assert (piece.kind, piece.flops, piece.num_bytes) == (kind, flops, 2 * x.nbytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", ["v5e:2x2", "4xH100"])
 def test_attention_kernels_say_theirs(on):
     where = target(on)

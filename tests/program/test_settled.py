@@ -143,7 +143,7 @@ def test_both_are_the_same_number_where_the_compiler_is_right():
         np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [1, 2])
 def test_a_pipeline_settles_its_gradients_once_a_step(model):
     """The microbatches of the trainer around the pipeline's own: partial sums of all of them are added up."""
@@ -155,6 +155,7 @@ def test_a_pipeline_settles_its_gradients_once_a_step(model):
     assert {row.kind for row in gradients} <= {"all-reduce", "reduce-scatter"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_microbatches_settle_gradients_over_slices_of_their_positions_once_a_step(stages):
     """Parts of a sequence have parts of a gradient as parts of a batch have: neither is summed in the loop."""

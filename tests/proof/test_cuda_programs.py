@@ -113,6 +113,7 @@ def run(text, arrays):
     return [x[0] for x in Interpreter(text)([a[None] for a in arrays])]
 
 
+@pytest.mark.slow
 def test_attention_of_cudnn(given):
     """Forward, and backward with and without a gradient of the bias, which JAX 0.11 leaves out where none is asked."""
     operands = {"q": Q, "k": K, "v": K, "bias": BIAS}

@@ -84,6 +84,7 @@ def test_a_shrunk_model_is_no_wider_than_the_run_asks_for():
     assert (small.embed, small.heads) == (model.embed, model.heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", ["{}", "{products: {mlp: fp8}, amax_history: 2}", "{moments: {mlp: mxfp8}}", "{compute: float16}"]
 )

@@ -84,6 +84,7 @@ def test_a_function_is_held_against_another(four):
     assert "the interpreter does not know the operation scan, as cumsum.9" in str(unsaid)
 
 
+@pytest.mark.slow
 def test_named_arrays_under_a_layout():
     params, compute = {"embed": "data", "mlp": "model"}, {"batch": "data", "mlp": "model"}
     layout = tr.Layout(make_mesh(jax.devices()[:4], data=2, model=2), params, compute)
@@ -99,6 +100,7 @@ def test_named_arrays_under_a_layout():
     assert [output.type for output in proof.outputs] == ["f32[]", "f32[embed/data=256 mlp/model=512]"]
 
 
+@pytest.mark.slow
 def test_pending_sums_are_compared_as_the_sums_they_are(four):
     """Devices may hold other parts of it; a sum that is too large is found."""
     w, parts = given(four)
@@ -148,6 +150,7 @@ def test_what_may_be_rounding_is_decided_with_more_bits(four):
     assert json.loads(json.dumps(as_json(proof)))["rounding"] == proof.rounding
 
 
+@pytest.mark.slow
 def test_rounding_of_which_nothing_else_is_left_proves_a_function_with_a_reference(four):
     """A bias that all scores share has no gradient. A variance is a difference of means, divided by constants whose
     texts have nine digits."""
@@ -165,6 +168,7 @@ def test_rounding_of_which_nothing_else_is_left_proves_a_function_with_a_referen
     assert not tr.prove(both, jnp.ones((1, 4)), q, x, on="v5e:2x2", reference=wrong, explain=False).proven
 
 
+@pytest.mark.slow
 def test_a_constant_that_the_compiler_rounds_is_held_as_it_is_written(four):
     """A weight that a function closes over: products round it, and the compiler does so once and for all."""
     x, w = jax.random.normal(jax.random.key(0), (8, 128)), np.asarray(jax.random.normal(jax.random.key(1), (128, 64)))
@@ -209,6 +213,7 @@ def test_blocks_of_floats_of_eight_bits_are_proven():
     assert proof.proven and not proof.unrounded and "f8e8m0fnu[" in proof.compiled.text, proof
 
 
+@pytest.mark.slow
 def test_a_product_of_whole_numbers_of_eight_bits(four):
     """One that is too large is found, rounded or not."""
     shape = {"batch": 64, "embed": 128, "mlp": 128}
@@ -252,6 +257,7 @@ def test_devices_that_wait_for_each_other(four):
     assert "devices wait for device" in proof.fault and as_json(proof)["fault"] == proof.fault
 
 
+@pytest.mark.slow
 def test_infinities_and_nans_hide_nothing(four):
     """They have to be where they should be (the last device has nothing else), and beside them numbers are compared."""
     x = jax.device_put(jnp.linspace(-2, 2, 64).reshape(8, 8), NamedSharding(four, P("x")))
@@ -340,6 +346,7 @@ def tiny():
     return prove_run(load_run("tiny", RUN), target("v5e:2x2"), tuple(RUN))
 
 
+@pytest.mark.slow
 def test_a_step_is_proven(tiny):
     assert tiny.proven and tiny.error < 1e-5
     assert tiny.structure.right and len(tiny.structure.matches) > 30
@@ -397,6 +404,7 @@ def plain_mesh(request):
         yield mesh
 
 
+@pytest.mark.slow
 def test_a_function_that_names_its_own_mesh_is_proven(plain_mesh):
     def loss(x, w, *, scatter=jax.lax.psum):
         product = lambda x, w: scatter(x @ w, "y")
@@ -441,6 +449,7 @@ def test_a_function_of_which_only_explicit_axes_are_manual_is_proven():
     assert tr.prove(product, put((8, 128), "data"), put((128, 128)), on="v5e:2x2", explain=False).proven
 
 
+@pytest.mark.slow
 def test_a_reference_takes_keys_and_types_and_may_return_plain_numbers(four):
     x = jax.device_put(jnp.ones((8, 128)), NamedSharding(four, P("x")))
 
@@ -452,6 +461,7 @@ def test_a_reference_takes_keys_and_types_and_may_return_plain_numbers(four):
     assert tr.prove(both, jax.random.key(3), x, jnp.float32, 2 * x, on="v5e:2x2", reference=plain).proven
 
 
+@pytest.mark.slow
 def test_indices_that_a_compiler_forgets_are_found(plain_mesh):
     """46 of docs/published-bugs.md."""
     x = jax.device_put(jax.random.normal(jax.random.key(0), (8, 256)), NamedSharding(plain_mesh, P("x", "y")))

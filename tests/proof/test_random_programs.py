@@ -139,6 +139,7 @@ def test_where_rounding_decides_nothing_is_held():
     hold_collectives(500799)
 
 
+@pytest.mark.slow
 def test_another_result_is_found_where_rounding_does_not_decide():
     wanted = executed(7)
     found = [x.copy() for x in wanted]

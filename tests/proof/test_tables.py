@@ -23,6 +23,7 @@ def rows(name: str) -> dict[tuple[str, ...], str]:
     return {(line[:26].strip(), line[27:37].strip(), line[38:48].strip()): line[80:] for line in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "cases"), [("prove_recipes.txt", recipes), ("prove_layouts.txt", layouts)])
 def test_every_row_is_there_and_proven(table, cases):
     found = rows(table)

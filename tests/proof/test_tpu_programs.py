@@ -216,6 +216,7 @@ def test_floats_of_64_bits_in_halves_are_refused():
         Interpreter(halves("f64", "f32"))([np.ones((1, 4))])
 
 
+@pytest.mark.slow
 def test_complex_programs_are_proven():
     mesh = make_mesh(jax.devices()[:4], data=2, model=2)
     z = jax.device_put(jnp.full((8, 256), 0.5 + 0.25j, jnp.complex64), NamedSharding(mesh, PartitionSpec("data")))

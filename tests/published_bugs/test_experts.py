@@ -112,6 +112,7 @@ def test_every_expert_learns():
         assert np.abs(gradient).max() > 0 and np.abs(moved).max() > 0, name
 
 
+@pytest.mark.slow
 def test_the_loss_reaches_the_router():
     """Bug 19: without any loss of its own the router learns; of one normalized weight it cannot, so that is refused."""
     scores = named(jax.random.normal(jax.random.key(0), (1, 4, 5)), "batch pos routes")

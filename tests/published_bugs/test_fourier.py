@@ -61,6 +61,7 @@ jax.jit(jax.numpy.fft.fft)(jax.device_put(numpy.ones((8, 8, 8), "complex64"), sl
 """
 
 
+@pytest.mark.slow
 def test_what_xla_makes_of_them():
     """With JAX 0.10.2 it ends the process. Where that fails, XLA is right: `trellis.named.fourier` may go. With 0.12 it
     does not, and gathers the whole array."""

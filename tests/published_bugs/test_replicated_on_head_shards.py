@@ -102,6 +102,7 @@ def named_key_loss(weights, x):
     return (scores * scores).sum().array
 
 
+@pytest.mark.slow
 def test_1_explicit_the_gradient_is_summed_where_the_types_say_so(mesh, alone, close):
     layout = tr.Layout(mesh, compute={"batch": "data", "heads": "model"})
     with layout:
@@ -145,6 +146,7 @@ def normalize_positions(
     return jnp.tanh(normal * weight[None, None, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "text"), [(normalize, "b/data p h/model d"), (normalize_positions, "b/data p/model h d")]
 )

@@ -14,6 +14,7 @@ import trellis as tr
 from trellis import f32
 
 
+@pytest.mark.slow
 def test_4_manual_the_norm_counts_every_slice(put):
     @tr.shard_map
     def norm(sinks: f32["heads/model"], w: f32["embed mlp"]) -> f32[""]:

@@ -53,6 +53,7 @@ def placed(*spec):
     return jax.device_put(X, jax.NamedSharding(MESH, P(*spec))), jax.device_put(WEIGHT, jax.NamedSharding(MESH, P()))
 
 
+@pytest.mark.slow
 def test_what_xla_makes_of_them():
     """Where this fails, XLA is right: `trellis.program.windows` may go."""
     x, weight = placed("data")

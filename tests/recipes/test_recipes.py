@@ -59,6 +59,7 @@ def test_a_file_based_on_a_recipe(tmp_path):
     assert run.schedule.kind == "constant" and run.schedule.warmup_steps == tiny().schedule.warmup_steps
 
 
+@pytest.mark.slow
 def test_every_recipe_is_a_whole_run():
     for name, recipe in RECIPES.items():
         assert build(Run, yaml.safe_load(to_yaml(recipe()))) == recipe(), name
@@ -178,7 +179,7 @@ WAITING = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(RENTED, key=lambda name: RECIPES[name]().model.experts))
 def test_fits_with_room_and_the_table_has_todays_plan(name, table):
     """Where a row is another plan's, the recipe or the planner has changed: `python benchmarks/recipes.py`."""

@@ -392,6 +392,7 @@ def run_on(source, vocab=257, **data):
     return dataclasses.replace(tiny(), model=model, batch_size=16, data=Data(source=source, sequence_length=16, **data))
 
 
+@pytest.mark.slow
 def test_a_store_is_read_and_another_one_validates(stores):
     corpus = open_corpus(run_on(StoreSource(path=str(stores / "a"), validation=str(stores / "b"))))
     assert letters(corpus.batches.batch(0))["a"] > 200 and letters(corpus.batches.batch(0))["b"] == 0

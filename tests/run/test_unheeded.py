@@ -77,6 +77,7 @@ def test_options_that_set_several_fields_at_once_are_held_likewise():
         check_given(loaded.run, loaded.given)
 
 
+@pytest.mark.slow
 def test_commands_refuse_it_on_the_mesh_that_they_take(capsys, tmp_path):
     for words in (("train", "--run-dir", tmp_path), ("memory", "--on", "8xH100"), ("prove", "--on", "8xH100")):
         code, _, said = trellis(capsys, *words[:1], "tiny", *words[1:], "--layout.context", "exchange")

@@ -34,6 +34,7 @@ def test_errors_are_those_that_show_the_line(text):
     assert str(ours.value) == str(written.value)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("levels", [500, 60_000])
 def test_lists_within_lists_are_refused(levels):
     """By whichever parser: libyaml's would take the first, and end the process with the second."""

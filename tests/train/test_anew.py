@@ -46,6 +46,7 @@ def test_a_checkpoint_was_finished_if_the_next_was_begun_or_the_run_ended_in_ord
     assert last_saved([{"time": 0.0, "event": event, "step": int(step)} for event, step in words]) == saved
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tmp_path, mesh):
     train(*toy(mesh, RUN), tmp_path, until=5, progress=Progress(8, stream=io.StringIO()))
     shutil.move(tmp_path / "checkpoints", tmp_path / "elsewhere")
@@ -72,6 +73,7 @@ def test_an_import_that_was_cut_off_is_not_trained_from_chance(tmp_path, mesh):
     assert not read_lines(tmp_path / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_starts_over(tmp_path, mesh):
     assembled, feed = toy(mesh, run_of(8))
 
@@ -91,6 +93,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_starts_over(t
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_a_run_whose_metrics_are_gone_goes_on_and_says_so(tmp_path, mesh):
     shown = [io.StringIO() for _ in range(3)]
     for stream, until in zip(shown, (3, 5, 8), strict=True):

@@ -75,6 +75,7 @@ def sets(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_the_state_is_what_its_abstract_form_says(assembled, state):
     assert jax.tree.structure(state) == jax.tree.structure(assembled.abstract)
     for real, said in zip(jax.tree.leaves(state), jax.tree.leaves(assembled.abstract), strict=True):
@@ -215,6 +216,7 @@ def test_a_long_evaluation_keeps_few_batches_on_the_devices(assembled, state, se
         assert math.isfinite(float(evaluation(state)["validation_loss"]))
 
 
+@pytest.mark.slow
 def test_what_a_run_is_about_to_do_is_plain_values(assembled, run):
     import json
 
@@ -245,6 +247,7 @@ def test_checkpointing_policies_have_their_meaning():
     assert keep_of(Remat(policy="offload", names=("query",))).offload == ("query",)
 
 
+@pytest.mark.slow
 def test_the_compiler_may_place_instead(run):
     auto = dataclasses.replace(run, layout=LayoutChoice(mode="auto"), ema=None, skip_nonfinite=0)
     found = assemble(auto, jax.devices()[:4])
@@ -259,7 +262,7 @@ def test_the_compiler_may_place_instead(run):
     assert ", or what the compiler chooses along data, model (auto mode)" in said
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
@@ -299,6 +302,7 @@ def test_experts_whose_shares_are_the_batchs_go_undivided(run):
         assert assemble(dataclasses.replace(base, model=sizes), jax.devices()[:1]).options.microbatches == wanted
 
 
+@pytest.mark.slow
 def test_what_only_some_layouts_have_is_kept_by_name_on_none_that_has_it_not():
     """A run that keeps gathered experts goes on where nothing is gathered; a model without experts has none."""
     options = {"model.family": "mixtral", "model.experts": "2", "model.experts_per_token": "2", "mesh.data": "1"}

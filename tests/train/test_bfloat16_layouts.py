@@ -42,7 +42,7 @@ def gradients_of(compute: str, layout: str) -> tuple[float, np.ndarray]:
         return float(metrics["loss"]), np.asarray(state.optimizer[1].mu.embedding.array)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_in_bfloat16(layout):
     right, wide = gradients_of("float32", "one device")
@@ -53,6 +53,7 @@ def test_a_step_in_bfloat16(layout):
     assert size(narrow)[7] == pytest.approx(size(wide)[7], rel=0.03)  # the row that is read 1,900 times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_tokens_that_are_a_small_part_of_a_float16_step_have_a_gradient(microbatches):
     """Each of a million tokens counts a millionth, where float16 ends: half of the gradient was lost."""

@@ -104,6 +104,7 @@ def test_what_a_run_leaves_open_is_measured_once_and_kept(machine):
     assert other.devices == 2 and len(machine.tried) > 3, "another step is measured by itself"
 
 
+@pytest.mark.slow
 def test_what_was_measured_beside_other_programs_is_for_that_run_alone(machine, monkeypatch):
     monkeypatch.setattr(choices, "is_crowded", lambda: True)
     found, said = machine(LONG, {(2, 1): 2.0, (2, 2): 2.0, (1, 1): 1.0})
@@ -111,6 +112,7 @@ def test_what_was_measured_beside_other_programs_is_for_that_run_alone(machine, 
     assert not recall("choices")
 
 
+@pytest.mark.slow
 def test_with_dropout_which_is_drawn_for_each_part_a_batch_is_cut_where_the_user_says(machine, tmp_path):
     """Else a run that continues on another mesh, with other parts, would drop other numbers, without a word."""
     model = dataclasses.replace(CONFIGS["gpt2_mistral"], dropout=0.1, positions=LONG.data.sequence_length)
@@ -127,6 +129,7 @@ def test_with_dropout_which_is_drawn_for_each_part_a_batch_is_cut_where_the_user
     assert "drawn for each part" in line and not _changed(tmp_path, cut, 0)
 
 
+@pytest.mark.slow
 def test_what_the_user_set_stays(machine):
     mine = Cpu(attention_chunk=256, loss_chunk=64, turned="none")
     found, _ = machine(dataclasses.replace(LONG, microbatches=4, devices=2, cpu=mine), {(2, 4): 1.0})
@@ -155,6 +158,7 @@ def test_steps_that_take_long_are_not_tried(machine):
     assert machine(run, {}) == (run, []) and not machine.tried
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_memory_is_refused_before_it_is_tried(machine, monkeypatch):
     monkeypatch.setattr("trellis.train.checks.free_memory", lambda: 1000)
     with pytest.raises(UserError, match="must fit in memory"):
@@ -162,6 +166,7 @@ def test_what_does_not_fit_the_memory_is_refused_before_it_is_tried(machine, mon
     assert not machine.tried
 
 
+@pytest.mark.slow
 def test_steps_are_tried_for_a_twentieth_of_the_run(machine):
     """20,480 s by the guess, so 1,024 for trials: each takes 400."""
     found, _ = machine(LONG, {(2, 2): 1.2, (1, 1): 0.1}, cost=400.0)

@@ -137,6 +137,7 @@ def test_a_run_stops_at_the_next_comparison_and_goes_on_after_the_last_good_chec
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_no_state_whose_copies_differ_is_saved(tmp_path, faulty):
     faulty(5, "velocity/w2")
     with pytest.raises(CopiesDiffer, match="after step 6: `velocity.w2` on device 2 differs from the other 3 "):
@@ -166,6 +167,7 @@ def test_where_nothing_is_copied_a_step_is_made_twice(tmp_path, faulty):
     assert error.value.fix.endswith("or use --guard.replay false if steps are random")
 
 
+@pytest.mark.slow
 def test_a_batch_that_changed_on_its_way_is_found(tmp_path):
     """Each row is on one device, so that there is nothing but the data to hold it against."""
     mesh, run = mesh_of(4, 1), run_of(8, guard=GuardRule(every=2, replay=False))
@@ -184,6 +186,7 @@ def test_a_batch_that_changed_on_its_way_is_found(tmp_path):
     assert error.value.seen == "the batch of step 4: `batch.value` on device 2"
 
 
+@pytest.mark.slow
 def test_a_run_ends_at_its_first_step_where_the_program_sums_over_wrong_devices(tmp_path):
     def wrong(program):
         text, count = re.subn(r"replica_groups=(\{\{0,1\}|\[2,2\]<=\[4\]).*?(?=, [a-z])", GROUPS, program.as_text())

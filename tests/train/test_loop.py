@@ -65,6 +65,7 @@ def losses(folder):
     return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_samples_at_each_evaluation(tmp_path, mesh, monkeypatch):
     run = dataclasses.replace(EVERY, evaluation=dataclasses.replace(EVERY.evaluation, sample=True))
     told: list[int] = []
@@ -94,6 +95,7 @@ def signalled(feed: Feed, at: int, number: int) -> Feed:
     return dataclasses.replace(feed, batches=batches)
 
 
+@pytest.mark.slow
 def test_a_run_that_a_signal_ends_at_an_evaluation_samples_there_when_it_goes_on(tmp_path, mesh):
     """Whoever sent the signal may not wait for a text, and the samples are those of a run without one all the same."""
     run = dataclasses.replace(EVERY, evaluation=dataclasses.replace(EVERY.evaluation, sample=True))
@@ -106,6 +108,7 @@ def test_a_run_that_a_signal_ends_at_an_evaluation_samples_there_when_it_goes_on
     assert samples == [(step, f"a sample after {step} steps") for step in (5, 10, 12)]
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_folder(tmp_path, mesh):
     (tmp_path / "run.yaml").write_text("steps: 12\n")
     shown = io.StringIO()
@@ -130,6 +133,7 @@ def test_a_run_writes_its_folder(tmp_path, mesh):
     assert events[:2] == ["started", "compiled"] and events[-1] == "finished" and events.count("checkpoint") == 4
 
 
+@pytest.mark.slow
 def test_a_run_compiles_its_step_once_and_nothing_later(tmp_path, mesh):
     compiled, at_step = [], {}
 
@@ -170,6 +174,7 @@ def test_a_batch_of_another_size_is_one_more_compilation(tmp_path, mesh):
     assert len(outcome.programs) == 2
 
 
+@pytest.mark.slow
 def test_no_process_begins_a_step_that_another_compiles(tmp_path, mesh, monkeypatch):
     done, compile = [], CompiledStep.compile
     monkeypatch.setattr(CompiledStep, "compile", lambda *args: done.append("compiles") or compile(*args))
@@ -179,6 +184,7 @@ def test_no_process_begins_a_step_that_another_compiles(tmp_path, mesh, monkeypa
     assert done == ["compiles", "compiled step 1", "step", "step"]
 
 
+@pytest.mark.slow
 def test_the_loop_never_waits_for_the_device_in_order_to_log(tmp_path, mesh):
     """The first step ends only when the fourth batch is asked for: a loop that waited for its metrics would hang."""
     opened = threading.Event()
@@ -207,6 +213,7 @@ def test_the_loop_never_waits_for_the_device_in_order_to_log(tmp_path, mesh):
     assert outcome.step == 6 and len(outcome.lines) == 6
 
 
+@pytest.mark.slow
 def test_resuming_gives_the_same_state_and_lines_to_the_bit(tmp_path, mesh):
     whole = train(*toy(mesh, EVERY), tmp_path / "whole", progress=quiet())
     folder = tmp_path / "parts"
@@ -218,6 +225,7 @@ def test_resuming_gives_the_same_state_and_lines_to_the_bit(tmp_path, mesh):
     assert parts.lines[-1]["tokens"] == whole.lines[-1]["tokens"] == 192
 
 
+@pytest.mark.slow
 def test_the_time_of_steps_between_a_line_and_a_checkpoint_is_kept(tmp_path, mesh):
     rare = dataclasses.replace(EVERY, steps=12, logging=dataclasses.replace(EVERY.logging, every=6))
     assembled, feed = toy(mesh, rare)
@@ -243,6 +251,7 @@ def test_resuming_on_another_mesh_goes_on_along_the_same_curve(tmp_path, mesh):
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_a_checkpoint_and_the_same_command_resumes(tmp_path, mesh, number, code):
     assembled, feed = toy(mesh, EVERY)
@@ -260,6 +269,7 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_resumes(tmp_path, mesh
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_wait_for_the_checkpoint_under_way(tmp_path, mesh, monkeypatch):
     assembled, feed = toy(mesh, run_of(12))
     go, finish, finished = threading.Event(), Checkpoints._finish, []
@@ -279,6 +289,7 @@ def test_a_second_interrupt_does_not_wait_for_the_checkpoint_under_way(tmp_path,
     assert train(assembled, feed, tmp_path, progress=quiet()).step == 12
 
 
+@pytest.mark.slow
 def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(tmp_path, mesh):
     assembled, feed = toy(mesh, EVERY)
 
@@ -290,6 +301,7 @@ def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(tmp_path, mesh):
     assert (outcome.exit_code, outcome.step) == (0, 12)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_on(tmp_path, mesh):
     train(*toy(mesh, EVERY), tmp_path, progress=quiet())
     outcome = train(*toy(mesh, EVERY), tmp_path, progress=quiet())
@@ -297,6 +309,7 @@ def test_a_finished_run_is_not_trained_on(tmp_path, mesh):
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 12
 
 
+@pytest.mark.slow
 def test_a_run_that_was_paused_where_it_ends_now_is_evaluated(tmp_path, mesh):
     train(*toy(mesh, EVERY), tmp_path, progress=quiet(), until=7)
     before = read_lines(tmp_path / "metrics.jsonl")
@@ -311,6 +324,7 @@ def test_a_run_that_was_paused_where_it_ends_now_is_evaluated(tmp_path, mesh):
     assert events.count('"evaluation"') == 2  # after steps 5 and 7
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, mesh):
     with pytest.raises(LossNotFinite, match="The loss and the gradient must be finite") as error:
         train(*toy(mesh, EVERY, spoil_at=7), tmp_path, progress=quiet())
@@ -324,6 +338,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     assert last["event"] == "stopped" and last["why"].startswith("The loss and the gradient must be finite")
 
 
+@pytest.mark.slow
 def test_a_step_of_which_no_token_counts_is_no_loss_that_is_no_number(tmp_path, mesh):
     shown = Progress(12, stream=io.StringIO())
     assert train(*toy(mesh, EVERY, prompt_at=7), tmp_path, progress=shown).step == 12
@@ -333,6 +348,7 @@ def test_a_step_of_which_no_token_counts_is_no_loss_that_is_no_number(tmp_path, 
     assert lines[7]["tokens"] == lines[6]["tokens"] and lines[8]["tokens"] > lines[7]["tokens"]
 
 
+@pytest.mark.slow
 def test_compiling_for_a_larger_batch_is_no_time_of_a_step(tmp_path, mesh, monkeypatch):
     assembled, feed = toy(mesh, EVERY)
     double = lambda x: jax.device_put(np.tile(np.asarray(x), (2, 1)), x.sharding)
@@ -348,6 +364,7 @@ def test_compiling_for_a_larger_batch_is_no_time_of_a_step(tmp_path, mesh, monke
     assert len(left) == 2 and max(left) < 1.2
 
 
+@pytest.mark.slow
 def test_tokens_that_were_read_and_do_not_count_are_in_the_metrics_too(tmp_path, mesh):
     assembled, feed = toy(mesh, EVERY, prompt_at=7)
     train(assembled, dataclasses.replace(feed, tokens=lambda step: 100 + step), tmp_path)
@@ -356,6 +373,7 @@ def test_tokens_that_were_read_and_do_not_count_are_in_the_metrics_too(tmp_path,
     assert [line["step"] for line in lines if line["loss"] is None] == [8]
 
 
+@pytest.mark.slow
 def test_some_steps_in_a_row_may_be_skipped_and_the_first_is_told(tmp_path, mesh):
     shown = io.StringIO()
     with pytest.raises(LossNotFinite, match=r"3 in a row \(allowed: 2\)") as error:
@@ -366,6 +384,7 @@ def test_some_steps_in_a_row_may_be_skipped_and_the_first_is_told(tmp_path, mesh
     assert read_lines(tmp_path / "metrics.jsonl")[7]["loss"] is None
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_skipped_as_many_steps_in_a_row_as_before(tmp_path, mesh):
     run = dataclasses.replace(EVERY, skip_nonfinite=2)
     train(*toy(mesh, run, spoil_at=7), tmp_path, progress=quiet(), until=9)
@@ -374,6 +393,7 @@ def test_a_resumed_run_has_skipped_as_many_steps_in_a_row_as_before(tmp_path, me
     assert "at step 10" in error.value.seen
 
 
+@pytest.mark.slow
 def test_out_of_memory_stops_the_run_with_advice(tmp_path, mesh):
     assembled, feed = toy(mesh, EVERY)
 
@@ -391,6 +411,7 @@ def test_out_of_memory_stops_the_run_with_advice(tmp_path, mesh):
     assert "`trellis memory`" in error.value.fix
 
 
+@pytest.mark.slow
 def test_held_out_data_that_go_away_are_told_likewise(tmp_path, mesh):
     assembled, feed = toy(mesh, EVERY)
 
@@ -423,6 +444,7 @@ def test_data_that_go_away_are_told_with_the_last_good_checkpoint_once_there_are
         assert told == (2, "no such file", "stores/mine", "put it back")
 
 
+@pytest.mark.slow
 def test_data_that_ends_early_is_an_error(tmp_path, mesh):
     assembled, feed = toy(mesh, EVERY)
 
@@ -438,6 +460,7 @@ def test_data_that_ends_early_is_an_error(tmp_path, mesh):
     assert error.value.where.endswith("step-00000003")
 
 
+@pytest.mark.slow
 def test_writing_a_profile_is_no_time_of_a_step(tmp_path, mesh, monkeypatch):
     happened = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, create_perfetto_trace: None)

@@ -86,6 +86,7 @@ def test_four_bits_are_refused_where_there_are_no_units_for_them(devices, option
     assert code == 2 and said in error, error
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "part, options, said",
     [

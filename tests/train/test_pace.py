@@ -101,6 +101,7 @@ def test_a_trial_takes_the_fastest_of_steps_that_were_compiled():
     assert pace.measured and pace.step_seconds(tiny()) == 1.0 and next(times, None) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("expected", "measured", "told"),
     [(1.0, True, 2), (1.0, False, 2), (None, True, 1)],

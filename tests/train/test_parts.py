@@ -41,6 +41,7 @@ def traced(config, count: int, microbatches: int = 1) -> None:
         jax.eval_shape(step, jax.random.key(0), batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages, microbatches", [(2, 1), (1, 2)])
 def test_what_is_around_the_layers_mixes_no_sequences(monkeypatch, stages, microbatches):
     """A mean over the batch, or its number of rows, would be that of each part."""

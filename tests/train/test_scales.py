@@ -31,6 +31,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 def test_scales_are_made_from_what_is_given_and_the_gradient_is_what_was_met():
     x, w = tr.random.normal(jax.random.key(0), {"batch": 8, "embed": 16}), tr.ones({"embed": 16, "mlp": 4}) * 0.5
     known = jnp.array([2.0, 0.5, 0.0])
@@ -121,6 +122,7 @@ def test_what_is_not_finite_is_not_kept():
     np.testing.assert_array_equal(largest_of(scales)["up"].array, [4.0, 1.0])
 
 
+@pytest.mark.slow
 def test_a_step_whose_scales_hide_what_is_not_finite_is_left_out(monkeypatch):
     """int8 has no sign of a weight that is not a number, and what is known of earlier steps makes its scale."""
     x = tr.ones({"batch": 2, "embed": 4})

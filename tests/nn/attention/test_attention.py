@@ -90,7 +90,7 @@ def test_chunks_equal_the_reference(arrays, causal, window, documents, cap):
     assert_near(value_and_gradients(q, k, v, g, implementation="chunked", **settings), wanted)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 @pytest.mark.parametrize("causal,window,documents", [(True, None, False), (True, 5, True), (False, None, False)])
@@ -117,6 +117,7 @@ def test_a_mesh_computes_what_one_device_does(arrays, implementation, causal, wi
     assert_near(many, one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [2, 4])
 def test_whole_kv_heads_serve_sharded_heads(arrays, model):
     q, _, _, g, _ = arrays
@@ -143,6 +144,7 @@ def test_causality_through_the_gradient(arrays, implementation):
         assert np.all(np.any(np.asarray(gradient[:, :11]) != 0, axis=(2, 3)))
 
 
+@pytest.mark.slow
 def test_masked_blocks_are_not_computed(arrays):
     q, k, v, *_ = arrays
     flops = lambda **s: jax.jit(lambda q, k, v: attention(q, k, v, implementation="chunked", **s)).lower(
@@ -330,6 +332,7 @@ def test_one_example_has_no_batch():
             np.testing.assert_allclose(found.transpose(wanted.names), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_a_window_of_all_keys_hides_some_from_queries_behind_them(arrays, implementation):
     q, k, v = (np.asarray(x) for x in arrays[:3])
@@ -384,6 +387,7 @@ def test_a_window_that_is_a_value_of_the_program_is_refused(arrays):
     assert "a window must be a whole number of keys" in refusal(AttentionError, lambda: call(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_no_sequences_have_an_empty_result(arrays, implementation):
     q, k, v, *_ = arrays

@@ -19,6 +19,7 @@ DEALT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DEALT)
 @pytest.mark.parametrize("kind", ["ring", "gather", "exchange"])
 def test_positions_that_are_dealt_out_and_not_in_slices_are_seen_in_their_order(case, kind):

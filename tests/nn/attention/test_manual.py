@@ -83,6 +83,7 @@ def test_what_a_device_cannot_do_by_itself_is_refused(over, options, words):
     assert "reshard" in str(told.value) and "/model" in str(told.value)
 
 
+@pytest.mark.slow
 def test_the_result_is_sliced_as_the_queries_are():
     mesh = tr.make_mesh(jax.devices()[:2], model=2)
     q, k, _ = arrays(4, 2)

@@ -16,7 +16,7 @@ def total(q, k, v):
     return (tr.vmap(nn.attend, "example")(q, k, v) ** 2).sum().array
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compute",
     [

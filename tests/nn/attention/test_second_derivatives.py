@@ -13,6 +13,7 @@ COPIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COPIES)
 def test_second_derivatives_are_those_of_one_device(case):
     compute, sunk = COPIES[case]

@@ -114,7 +114,7 @@ def test_many_devices(kind, window):
         assert_near(gradients(call, q, k, v, sinks, g), right)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "implementation, sliced", [("reference", "rows"), ("chunked", "rows"), ("chunked", "positions")]
 )
@@ -137,7 +137,7 @@ def test_copies_along_axes_that_slice_nothing_else(held, implementation, sliced)
         assert_near(gradients(call, *inputs, g), wanted(None, False))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 5])
 def test_decoding_equals_the_last_position(window):
     q, k, v, sinks, _, _ = arrays()

@@ -114,13 +114,13 @@ def assert_near(seen, wanted, tolerance=1e-5, put=lambda x: x):
         np.testing.assert_allclose(np.asarray(a), np.asarray(put(b)), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, mask", CASES)
 def test_many_devices_equal_one(kind, mask):
     assert_near(many_devices(kind, mask), one_device(mask))
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["documents", "all"])
 @pytest.mark.parametrize("kind", ["gather", "ring of 8", "ring, gather", "ring, gather of more", "ring, exchange"])
 def test_a_loop_over_steps_is_what_they_are_one_by_one(kind, mask, monkeypatch):

@@ -68,6 +68,7 @@ def test_also_where_chunks_are_summed_in_the_parameters_type(numbers, monkeypatc
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted[1], atol=0.01 * float(jnp.abs(wanted[1]).max()))
 
 
+@pytest.mark.slow
 def test_derivatives_by_weights_and_along_directions():
     rng = np.random.default_rng(1)
     x, unembed = (jnp.asarray(rng.normal(size=s), jnp.float16) for s in ((2, 8, EMBED), (VOCAB, EMBED)))

@@ -66,7 +66,7 @@ def assert_near(seen, wanted):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("z_loss,logit_softcap,vocab_size,vocab_first", CASES)
 def test_chunks_equal_the_formula(arrays, z_loss, logit_softcap, vocab_size, vocab_first):
     x, unembed, targets, weights = arrays
@@ -86,7 +86,7 @@ def test_chunks_equal_the_formula(arrays, z_loss, logit_softcap, vocab_size, voc
     assert 0 < wanted[0][3] < wanted[0][4]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_first", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_few_tokens_keep_the_gradient_of_their_logits(vocab_first, with_bias):
@@ -120,6 +120,7 @@ def test_few_tokens_keep_the_gradient_of_their_logits(vocab_first, with_bias):
     assert sum(f":{shape} = dot_general" in line for line in products) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [None, ("model",), ("data",), (None, "data")], ids=str)
 def test_targets_that_are_no_words_have_no_logit(arrays, place):
     """PyTorch's -100, and ids that only a tokenizer has: the same loss however the vocabulary lies."""
@@ -143,6 +144,7 @@ def test_targets_that_are_no_words_have_no_logit(arrays, place):
             assert_near(jax.jit(jax.value_and_grad(total, (0, 1, 3)))(*given), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("vocab_first", [False, True])
 def test_a_mesh_computes_what_one_device_does(arrays, vocab_first, copied):
@@ -175,6 +177,7 @@ def in_pairs(monkeypatch):
     monkeypatch.setattr(formulas, "pairs_at_once", lambda logits: True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_first", [False, True])
 def test_the_largest_and_the_sum_of_one_reduction(arrays, in_pairs, vocab_first):
     x, unembed, targets, weights = arrays
@@ -186,6 +189,7 @@ def test_the_largest_and_the_sum_of_one_reduction(arrays, in_pairs, vocab_first)
     assert "reduce_max" not in text and " reduce[" in text
 
 
+@pytest.mark.slow
 def test_one_reduction_of_each_device_over_a_sliced_vocabulary(arrays, in_pairs):
     """Of 32 columns 12 are words, so that a device of four has none, and another a part."""
     x, unembed, targets, weights = arrays
@@ -198,6 +202,7 @@ def test_one_reduction_of_each_device_over_a_sliced_vocabulary(arrays, in_pairs)
         assert_near(with_gradients(cross_entropy, *sliced, chunk=4, **settings), wanted)
 
 
+@pytest.mark.slow
 def test_one_reduction_has_second_derivatives(arrays, in_pairs, monkeypatch):
     x, unembed, targets, _ = arrays
     along = lambda: jax.jvp(jax.grad(lambda x: cross_entropy(x, unembed, targets).total), (x,), (jnp.cos(x),))[1]
@@ -215,6 +220,7 @@ def test_what_one_reduction_makes_of_numbers_that_are_none():
     np.testing.assert_allclose(total, [1 + np.exp(-2), 3.0, nan, 1.0, 1.0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_padded_columns_get_nothing(arrays):
     x, unembed, targets, weights = arrays
     large = unembed.at[:, 29:].set(100.0)
@@ -297,6 +303,7 @@ def test_refused_placements(arrays):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logit_softcap", [None, 4.0])
 def test_a_bias_is_one_more_row(arrays, logit_softcap):
     """A bias is the weight of an element that is always 1; on a mesh its gradient is summed over tokens too."""

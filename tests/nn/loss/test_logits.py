@@ -9,6 +9,7 @@ import trellis as tr
 from trellis import nn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [None, "data"])
 def test_choices_that_are_masked_do_not_count(vocab):
     """Their logits are minus infinity, as those of words that a grammar forbids."""

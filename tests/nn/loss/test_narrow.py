@@ -59,6 +59,7 @@ def emulated(x: np.ndarray, kind: str, limit=None, gradient=False) -> np.ndarray
     return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_rounded_factors(arrays, kind):
     table, x, targets, weights = arrays
@@ -74,7 +75,7 @@ def test_loss_and_gradients_are_those_of_rounded_factors(arrays, kind):
     near(loss_of(kind, chunk=64)(*arrays), loss_of(kind)(*arrays))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_gives_one_device_s_numbers(arrays, kind, name):
@@ -90,6 +91,7 @@ def test_every_layout_gives_one_device_s_numbers(arrays, kind, name):
     assert sorted((r.dtype[:2], r.wire) for r in gathers) == [("f8", n // ways) for n in sorted(own)]
 
 
+@pytest.mark.slow
 def test_an_unembedding_gathered_in_chunks_is_gathered_narrow(arrays, monkeypatch):
     monkeypatch.setattr(vocab_chunks, "CHUNK_BYTES", 1)
     table, x, targets, weights = (a.array for a in arrays)

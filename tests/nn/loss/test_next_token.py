@@ -49,6 +49,7 @@ def test_few_tokens_gather_the_table_in_chunks():
     assert "reduced={'data'}" in traced(total, 17) and "reduced={'data'}" not in traced(total, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "pos", "times"), [(8, 3, 1), (2, 8, 1), (2, 3, 4)])
 def test_no_logits_are_made_twice_where_channels_are_sliced(batch, pos, times):
     """The mesh axes of channels slice the sequences, or their positions, if they divide them."""
@@ -66,6 +67,7 @@ def test_no_logits_are_made_twice_where_channels_are_sliced(batch, pos, times):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [{"vocab": "data"}, {"embed": ("data", "replica")}], ids=["words", "columns"])
 def test_what_accelerators_do_equals_one_device(params, monkeypatch):
     """As on an accelerator, on CPU devices: the table in chunks, copies of it over replicas, one fence."""
@@ -91,6 +93,7 @@ def test_what_accelerators_do_equals_one_device(params, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compute", [{"example": "data", "vocab": "model"}, {"batch": "data", "vocab": "model"}], ids=str
 )
@@ -114,6 +117,7 @@ def test_a_loss_of_each_example_that_is_mapped(compute):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_that_depend_on_the_model_and_arrays_that_are_on_no_mesh():
     """A focal loss, whose weights have a gradient; whatever is on no mesh is whole on it, biases too."""
     rng = np.random.default_rng(0)

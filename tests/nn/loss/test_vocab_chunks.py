@@ -56,7 +56,7 @@ def assert_near(seen, wanted):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), seen, wanted)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
 @pytest.mark.parametrize("settings", [{}, dict(z_loss=0.1, logit_softcap=4.0, vocab_size=WORDS)], ids=["plain", "all"])
 def test_chunks_equal_one_device(arrays, place, settings, small_chunks):
@@ -75,6 +75,7 @@ def state_axes(x):
     return tuple(x.sharding.spec)
 
 
+@pytest.mark.slow
 def test_a_copied_table_gives_pending_gradients(arrays, small_chunks):
     """Over the tokens' other mesh axes the table may be held as copies; one sum of the sliced gradient settles them."""
     wanted = jax.jit(jax.value_and_grad(lambda *a: mean(*a)[0], (0, 1)))(*arrays)
@@ -99,6 +100,7 @@ def test_each_word_moves_once(arrays, small_chunks):
     assert f"f32[{VOCAB},{EMBED}]" not in str(jaxpr) and f"f32[64,{EMBED}]" in str(jaxpr)
 
 
+@pytest.mark.slow
 def test_low_precision_keeps_exponentials_in_its_own_type(arrays, small_chunks):
     low = [a.astype(jnp.bfloat16) for a in arrays[:2]]
     run = jax.value_and_grad(lambda *a: mean(*a)[0], (0, 1))

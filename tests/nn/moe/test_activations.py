@@ -116,6 +116,7 @@ def test_the_last_product_s_backward_pass_makes_its_operand_again(gate):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_rows_of_bfloat16_are_rounded_once():
     given, d = drawn(100, 128, (60, 30), biased=True, dtype=jnp.bfloat16)
     out, got = both(lambda *a: activate(*a, None, True), given, (60, 30), d)

@@ -36,6 +36,7 @@ def rounded(x):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rows_are_what_the_format_says(dtype):
     x = (jax.random.normal(jax.random.key(0), (5, EMBED)) * jnp.logspace(-2, 2, 5)[:, None]).astype(dtype)
@@ -54,6 +55,7 @@ def test_all_bits_of_a_row_arrive(dtype, tiled):
     assert (from_words(in_words(x, "bits", tiled=tiled), 9, dtype, "bits") == x).all()
 
 
+@pytest.mark.slow
 def test_a_number_that_is_none_stays_in_its_block():
     x = jnp.ones((2, EMBED)).at[0, 40].set(jnp.inf).at[1, 3].set(jnp.nan)
     found = np.isnan(from_words(in_words(x, "mxfp8"), EMBED, jnp.float32, "mxfp8"))
@@ -90,6 +92,7 @@ def arrays():
     return [draw(each) for each in names]
 
 
+@pytest.mark.slow
 def test_rows_are_rounded_and_gradients_of_what_is_made_of_them():
     """By two calls of the whole: of rounded tokens, and backward of a rounded gradient."""
     x, router, *weights = arrays()
@@ -112,6 +115,7 @@ def test_rows_are_rounded_and_gradients_of_what_is_made_of_them():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "sizes", "there"),
     [
@@ -145,6 +149,7 @@ def test_what_goes_there_takes_a_quarter_of_float32(way, sizes, there):
     assert {r.direction for r in narrower if r.dtype == "u16"} == {"forward", "backward"}
 
 
+@pytest.mark.slow
 def test_blocks_that_are_cut_are_refused():
     with Layout(make_mesh(jax.devices()[:4], model=4), {}, {"embed": "model"}):
         x, *weights = shard(arrays(), "compute")

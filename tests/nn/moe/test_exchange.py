@@ -63,7 +63,7 @@ WAYS = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_token_finds_its_experts(way, monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
@@ -87,6 +87,7 @@ def test_every_token_finds_its_experts(way, monkeypatch):
         np.testing.assert_allclose(d_weights, pulled, rtol=1e-6, err_msg=load)
 
 
+@pytest.mark.slow
 def test_alone():
     x, ids, weights = tokens("even")
 
@@ -107,6 +108,7 @@ def test_rows_travel_in_the_deepest_tiles_that_they_fill(embed, tile):
     assert jax.eval_shape(in_tiles, jax.ShapeDtypeStruct((3, embed), jnp.bfloat16)).shape == (3, *tile)
 
 
+@pytest.mark.slow
 def test_what_moves():
     """Of a gather all tokens; of an exchange at most a buffer's room, there and back, and the rest only if needed."""
     mesh = make_mesh(jax.devices()[:DEVICES], x=DEVICES)

@@ -66,6 +66,7 @@ def test_products_are_those_of_each_group(platform):
             np.testing.assert_allclose(both[mine], first + second, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_sum_in_parts(monkeypatch):
     monkeypatch.setattr(mosaic, "SUMMED", 256)
     monkeypatch.setattr(mosaic, "ACROSS", 128)

@@ -52,7 +52,7 @@ def program(mesh, **options):
     return jax.shard_map(how, mesh=mesh, in_specs=(P(BOTH),) * 3, out_specs=P(BOTH))
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "ragged", "slack", "most"),
     [
@@ -86,6 +86,7 @@ def test_every_token_finds_its_experts(mesh, ragged, slack, most, monkeypatch):
         np.testing.assert_allclose(d_weights, each * (x * by_place).sum(1)[:, None], rtol=1e-5, atol=1e-4, err_msg=load)
 
 
+@pytest.mark.slow
 def test_what_crosses_the_first_axis():
     """A token with all its experts in one part goes there once; in one step it goes once for each of them."""
     mesh = make_mesh(jax.devices()[:4], x=2, y=2)
@@ -100,6 +101,7 @@ def test_what_crosses_the_first_axis():
     assert there(once) == {"x,y": row * TOKENS * CHOICES * 3 // 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("platform", "axes"), [("cuda", {"x", "y"}), ("tpu", {"x,y"})])
 def test_by_itself_it_is_taken_where_links_are_not_a_torus_s(platform, axes, monkeypatch):
     monkeypatch.setattr(mixing, "platform_of", lambda array: platform)

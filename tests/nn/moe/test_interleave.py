@@ -77,6 +77,7 @@ def compute(rows, sizes, weights):
     return rows * (jnp.where(expert < COUNT, expert + 1.0, jnp.nan) * weights)[:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "ragged", "slack"),
     [*itertools.product(["exchange", "hierarchical"], [True, False], [0.3]), ("exchange", True, 1.5)],
@@ -140,6 +141,7 @@ def moved(interleave: int, keep: Keep | None = None):
         return ledger(jax.grad(loss), model)
 
 
+@pytest.mark.slow
 def test_weights_move_once_for_all_parts():
     once, twice = moved(1), moved(2)
     of = lambda found: sorted((r.parameter, r.kind, r.what, r.wire, r.direction) for r in found if r.parameter)
@@ -149,6 +151,7 @@ def test_weights_move_once_for_all_parts():
     assert sum(r.wire for r in exchanged(twice)) == sum(r.wire for r in exchanged(once))
 
 
+@pytest.mark.slow
 def test_weights_of_experts_are_kept_where_they_are_named():
     """Then they are gathered once a step; not with all that is marked, which would fill the memory."""
     weights = ("mlp.gate", "mlp.up", "mlp.down")

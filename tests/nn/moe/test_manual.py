@@ -39,6 +39,7 @@ def manual(texts, way="auto"):
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["batch", "pos"])
 def test_tokens_in_slices_are_mixed_where_they_are(arrays, name):
     """Values, and gradients, which are summed over devices where each has all of a weight."""

@@ -121,7 +121,7 @@ def on_layout(layout, given, **how):
         return run(named_jit, (shard(x, "compute"), *shard(weights, "params")), **how)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "way", "slack"),
     [
@@ -189,7 +189,7 @@ def kernels_of_gpus(monkeypatch, layout):
     return told
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
@@ -218,6 +218,7 @@ def test_kernels_of_gpus_gather_their_rows(layout, way, kernels_of_gpus, monkeyp
     }
 
 
+@pytest.mark.slow
 def test_gradients_may_have_room_for_more_rows(monkeypatch):
     """Which a kernel leaves as they are, as chips want it whose collectives then run beside their products."""
     made, room = blocks.weights_gradient, []
@@ -294,7 +295,7 @@ def test_no_buffer_of_a_weight_for_every_token():
     assert grouped < dense and dense > by_every_expert
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(5, 0, 130, 9), (0, 0, 0, 0), (144, 0, 0, 0), (1, 2, 3, 4)])
 def test_grouped_products(sizes):
     """Against one product a group; groups may be empty, and rows may be left over."""
@@ -345,6 +346,7 @@ def test_tokens_that_are_on_no_mesh_are_put_there():
     assert out.array.sharding.spec[0] == ("data", "expert")
 
 
+@pytest.mark.slow
 def test_a_map_over_mixtures_is_refused():
     """Whether the mesh slices what is mapped, as the layers of a pipeline, or not; one after the other it runs."""
     x, *weights = arrays()
@@ -362,6 +364,7 @@ def test_a_map_over_mixtures_is_refused():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, way", [("one", "grouped"), ("expert, many", "slots"), ("over model", "gather")])
 def test_a_second_derivative_is_refused(layout, way):
     """Of each argument alone, and where `dense` has one."""

@@ -48,14 +48,14 @@ def alone(kind):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.jit(loss_of(kind, "grouped"))(*arrays()))]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_near_the_whole_products(kind):
     for a, b in zip(alone(kind), alone(None), strict=True):
         assert 1e-4 < np.linalg.norm(a - b) / np.linalg.norm(b) < 0.15
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_the_same_on_every_layout(kind, name):

@@ -131,6 +131,7 @@ def test_measures(over):
     np.testing.assert_allclose(found.balance, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_even_load_has_balance_one():
     scores = named(jnp.zeros((1, EXPERTS, EXPERTS)), "batch pos routes")
     ids = jnp.stack([jnp.arange(EXPERTS), (jnp.arange(EXPERTS) + 1) % EXPERTS], -1)[None]
