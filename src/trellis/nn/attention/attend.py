@@ -16,7 +16,7 @@ from trellis.named.explicitly import explicitly
 from trellis.named.operand import operand, refuse_plain, slices_dealt
 from trellis.named.placing import move, refuse_slices
 from trellis.nn.attention.decode import decode_attention
-from trellis.nn.attention.dispatch import dot_product_attention
+from trellis.nn.attention.dispatch import dot_product_attention, scale_of
 from trellis.nn.attention.sharded import Placement, placement_of
 from trellis.nn.rope import QUERY
 from trellis.notation.state import state_of
@@ -59,7 +59,7 @@ def attend(
             sees only its own document.
         sinks: `"heads"`, a score without a value beside those of the keys, so that weights may add up to less than 1.
         window: a query sees this many keys at most, itself included.
-        **options: of `trellis.nn.dot_product_attention`: `causal`, `scale`,
+        **options: of `trellis.nn.dot_product_attention`: `causal`, `scale`, which may be a named array without names,
             `logit_softcap`, `upcast`, `implementation`, `save_name`.
 
     Returns:
@@ -74,12 +74,17 @@ def attend(
         alone = [None if x is None else _batch_of_one(x) for x in (q, k, v, segment_ids)]
         out = attend(*alone[:3], segment_ids=alone[3], sinks=sinks, window=window, **options)
         return NamedArray(jnp.squeeze(out.array, 0), out.names[1:], out.slices[1:])
+    scale = options.pop("scale", None)
+    if not is_named(scale):
+        options["scale"], scale = scale, None
     run = lambda *arrays: _attended(*arrays, window=window, **options)
-    return explicitly(run, q, k, v, segment_ids, sinks)
+    return explicitly(run, q, k, v, segment_ids, sinks, scale)
 
 
-def _attended(q, k, v, segment_ids, sinks, *, window: int | None, **options) -> NamedArray:
+def _attended(q, k, v, segment_ids, sinks, factor, *, window: int | None, **options) -> NamedArray:
     """`attend` for a batch, where the types say what is sliced."""
+    if factor is not None:
+        options["scale"] = scale_of(operand(factor, "attend"), "attend")
     q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose((*KEY[:3], _width(v)))
     sinks = None if sinks is None else operand(sinks, "attend")
     ordered = options.get("causal", True) or window is not None
@@ -220,6 +225,10 @@ def attend_cached(
     q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose((*KEY[:3], _width(v)))
     sinks = None if sinks is None else operand(sinks, "attend_cached")
     length = operand(length, "attend_cached").array if is_named(length) else length
+    scale = options.get("scale")
+    scale = scale_of(operand(scale, "attend_cached") if is_named(scale) else scale, "attend_cached")
+    if isinstance(scale, jax.Array):  # not from around what each device does
+        q, options["scale"] = q.with_array(q.array * scale.astype(q.array.dtype)), 1.0
     k, v = _own_heads(q, k, v, None, sinks, ordered=True)
     places = _Places.of(current_layout(), q, k, None)
     q, k, v = _in_place(q, k, v, places)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from trellis._compat import is_tracer
 from trellis.named.arguments import cap_of
 from trellis.named.operand import refuse_named
-from trellis.nn.attention.dispatch import check
+from trellis.nn.attention.dispatch import check, scale_of
 from trellis.nn.attention.pattern import hidden_score
 from trellis.nn.attention.sinks import weights_beside
 
@@ -18,7 +18,7 @@ def decode_attention(
     lengths: jax.Array,
     *,
     window: int | None = None,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     logit_softcap: float | None = None,
     upcast: bool = True,
     sinks: jax.Array | None = None,
@@ -48,7 +48,7 @@ def decode_attention(
     logit_softcap = cap_of(logit_softcap, "decode_attention", "pass a Python number")
     batch, heads, head_dim = q.shape
     key_pos, kv_heads = k.shape[1:3]
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = head_dim**-0.5 if scale is None else scale_of(scale, "decode_attention")
     dtype = jnp.float32 if upcast else q.dtype
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("bkgh,bskh->bkgs", grouped, k, preferred_element_type=dtype) * jnp.asarray(scale, dtype)

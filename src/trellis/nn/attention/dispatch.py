@@ -7,7 +7,7 @@ from trellis.choices import is_count
 from trellis.errors import TrellisError
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import device_kind_of, platform_of
-from trellis.named.arguments import cap_of
+from trellis.named.arguments import cap_of, numbers_of
 from trellis.named.operand import refuse_named
 from trellis.nn.attention.chunked import ChunkedTiles, chunked_attention
 from trellis.nn.attention.cudnn import CudnnTiles, cudnn_refuses
@@ -90,6 +90,7 @@ def dot_product_attention(
     (1, 4, 2, 8)
     """
     _check(q, k, v, window, segment_ids, sinks, implementation)
+    scale = scale_of(scale, "dot_product_attention")
     logit_softcap = cap_of(logit_softcap, "attention", "pass a Python number; scale may be an array")
     if not q.shape[1]:  # sums over the width have the sharding of the result
         return jnp.broadcast_to(jnp.sum(q, -1, keepdims=True), (*q.shape[:3], v.shape[3]))
@@ -209,6 +210,21 @@ def _check(q, k, v, window, segment_ids, sinks, implementation) -> None:
                 f"segment_ids must be a pair of 'batch pos' and 'batch key_pos', got shapes {shapes} for q {q.shape} "
                 f"and k {k.shape}, {where}: pass (query_ids, key_ids)"
             )
+
+
+def scale_of(scale, what: str):
+    """A factor of scores, or None: one number, which may be a value of the program.
+
+    Args:
+        scale: a number, a plain or a named array.
+        what: the function, for messages.
+
+    Raises:
+        NamesError: it has several numbers.
+    """
+    if scale is None:
+        return None
+    return numbers_of(what, "multiply the queries by what has several", scale=scale)[0]
 
 
 def check(q, k, v, window, sinks, where: str, *, queries: str = "batch pos heads head_dim") -> None:
