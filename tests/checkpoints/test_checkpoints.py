@@ -66,6 +66,7 @@ def wide():
     return mesh_of(data=4, model=2)
 
 
+@pytest.mark.slow
 def test_a_state_comes_back_to_the_bit(tmp_path, wide):
     state = state_on(wide)
     with Checkpoints(tmp_path) as checkpoints:
@@ -145,6 +146,7 @@ def test_what_is_being_saved_is_what_is_restored(tmp_path, wide, monkeypatch):
         assert checkpoints.restore(abstract(state_on(wide))).step == 2
 
 
+@pytest.mark.slow
 def test_the_rule_keeps_the_latest_and_every_kth(tmp_path, wide):
     state = {"w": put(wide, P("data"), np.arange(8, dtype=np.float32))}
     with Checkpoints(tmp_path, keep_latest=2, keep_every=4) as checkpoints:
@@ -222,6 +224,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path, w
     assert (tmp_path / "damaged-step-00000002").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", ["before it is verified", "before it is read"])
 def test_a_checkpoint_that_its_run_removes_is_not_damaged(tmp_path, wide, monkeypatch, gone):
     state, lines = state_on(wide), []

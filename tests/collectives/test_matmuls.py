@@ -92,7 +92,7 @@ def test_values_and_gradients_are_the_plain_products(mesh, which, ring):
     check(mesh, which, ring)
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("which", PRODUCTS)
 def test_forward_mode_and_second_derivatives(mesh, which):
     verb, *types = PRODUCTS[which]

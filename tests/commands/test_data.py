@@ -230,6 +230,7 @@ def test_progress_is_printed(tmp_path, corpus, capsys, monkeypatch):
     assert "\r\x1b[K20 documents" in said and "100 %" in said and "left" in said
 
 
+@pytest.mark.slow
 def test_a_run_whose_chats_have_no_answer_is_refused_and_tokenizers_are_compared_first(tmp_path, capsys):
     """Nothing would count in its loss; and of two tokenizers, the size of a vocabulary is not what is wrong."""
     assert len(jax.devices()) == 8  # a first command would settle how many there are for all tests

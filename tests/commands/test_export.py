@@ -137,6 +137,7 @@ def refused(capsys, *words):
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_refusals(run_folder, tmp_path, capsys):
     assert "no such folder" in refused(capsys, "export", str(tmp_path / "none"), "--to", str(tmp_path / "x"))
     assert "seen:  step 3" in refused(capsys, "export", str(run_folder), "--to", str(tmp_path / "x"), "--step", "3")

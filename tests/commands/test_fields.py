@@ -171,6 +171,7 @@ def take(attempt, monkeypatch):
     return give
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "section", [pytest.param(s, marks=pytest.mark.slow if len(SECTIONS[s]) > 2 else ()) for s in SECTIONS]
 )

@@ -63,6 +63,7 @@ def test_seqax(store, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_threads_may_read_seqax_at_once(store, tmp_path, monkeypatch):
     """As a guard reads a batch again while the next one is loaded."""
     monkeypatch.setattr("trellis.data.store.seqax.CHUNK_TOKENS", 100)

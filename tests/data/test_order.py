@@ -24,6 +24,7 @@ def test_an_epoch_holds_every_row_once(n, seed, shuffle, epoch):
     assert np.array_equal(np.sort(rows), np.arange(n))
 
 
+@pytest.mark.slow
 @given(n=st.integers(1, 200), shuffle=shuffles, cuts=st.lists(st.integers(0, 300), max_size=4))
 @settings(max_examples=30, deadline=None)
 def test_positions_may_be_asked_for_in_any_pieces(n, shuffle, cuts):

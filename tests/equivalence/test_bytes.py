@@ -57,6 +57,7 @@ def test_data_parallel_reduces_each_gradient_once():
     assert total(rows) == 2 * 7 * LAYERS * (WEIGHTS + NORMS) // 8
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_twice_and_scatters_once():
     # Forward, recomputed forward, and the gradient: each (n - 1) / n of the parameters.
     rows = ledger("fsdp 8")
@@ -67,6 +68,7 @@ def test_fsdp_gathers_twice_and_scatters_once():
     assert total(rows) == 3 * part
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_in_the_compute_dtype():
     with layout_of("fsdp 8"):
         layers, (x, weights) = types()
@@ -139,6 +141,7 @@ def test_context_parallel_moves_keys_and_values(kind, forward, backward):
     assert total(joint) == 3 * 7 * LAYERS * (WEIGHTS + NORMS) // 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["single"])
 def test_one_device_moves_nothing(name):
     assert ledger(name) == []

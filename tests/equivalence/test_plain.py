@@ -39,6 +39,7 @@ def test_the_same_arithmetic_and_bytes(compiled):
     assert named["bytes accessed"] == pytest.approx(plain["bytes accessed"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_same_operations(compiled):
     plain, named = map(operations, compiled)
     for operation in ("dot", "while", "exponential", "custom-call", "scatter", "gather", "all-reduce"):

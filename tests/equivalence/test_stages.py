@@ -99,6 +99,7 @@ def test_groups_of_layers_and_overlapped_products():
     check("tied", TENSOR[0], dataclasses.replace(overlap, pipeline_microbatches=4, pipeline_groups=2), 4)
 
 
+@pytest.mark.slow
 def test_groups_that_do_not_fit():
     choice = dataclasses.replace(TENSOR[1], pipeline_microbatches=1, pipeline_groups=2)
     model = whole("tied")

@@ -190,6 +190,7 @@ def test_partial_sums_stay_while_slices_go_to_another_mesh_axis(before, after):
         np.testing.assert_allclose(tr.settle(moved).array, values.sum(0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_what_was_moved_to_the_slices_of_another():
     x, w = drawn(2, 2), drawn(2, seed=1)
     loss = lambda x, w: ((x * w) ** 2).sum().array
@@ -374,6 +375,7 @@ def test_a_sum_that_is_pending_by_our_marks_alone_is_padded_with_zeros_in_jit():
     np.testing.assert_allclose(made.array, np.pad(np.einsum("ab,cab->c", w, x), (0, 2)), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_values_in_order_in_a_map_over_slices_and_of_whole_numbers():
     x, weights = drawn(3, 8), drawn(3, seed=1)
     loss = lambda x, weights: (

@@ -50,6 +50,7 @@ def test_mapping_arrays_of_a_mesh_after_their_layout_has_ended():
         tr.vmap(lambda key, row: row, "mlp")(keys, x)
 
 
+@pytest.mark.slow
 def test_an_outer_product_that_is_mapped_over_a_whole_name_and_its_gradient():
     x, y = drawn(2, 4, 4), drawn(4, 6, seed=1)
     one = lambda y, x: tr.einsum("mlp layers, vocab -> vocab mlp layers", x, y)

@@ -240,6 +240,7 @@ def test_refused_configurations(good, fields, message):
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.slow
 def test_refused_folders(good, tmp_path):
     target = jax.eval_shape(lambda: CONFIGS["llama"].init(key=jax.random.key(0)))
 

@@ -143,7 +143,7 @@ def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
         assert torch.equal(back.state_dict()[name], weight), name
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAVED)
 def test_experts_that_are_stored_together(name, torch, tmp_path):
     """As newer versions hold them, where they are asked to write them so."""

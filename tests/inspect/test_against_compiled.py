@@ -111,7 +111,7 @@ SCATTERS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCATTERS)
 def test_reduce_scatters_on_a_tpu_slice(name):
     program, *types = SCATTERS[name]

@@ -9,7 +9,7 @@ from trellis.plan.prepared import prepare
 from trellis.plan.quick import plan_of
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("on", ["v5e:2x4", "8xH100"])
 @pytest.mark.parametrize("mode", ["explicit", "auto"])
 def test_one_reading_of_what_moves_serves_the_ledger_and_memory(mode, on):

@@ -150,6 +150,7 @@ def test_a_gradient_taken_inside_is_summed_over_the_devices(mesh):
     np.testing.assert_allclose(gradient, want[1], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_named_arrays_carry_their_slices_inside_and_their_shardings_outside(mesh):
     seen = []
 
@@ -248,6 +249,7 @@ def test_pending_sums_and_copies_pass_in_and_out(mesh):
     np.testing.assert_allclose(gradient, 2 * x.T @ (x @ w), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_shift_passes_slices_around_the_ring(mesh):
     @shard_map
     def ring(x: f32["batch/d embed"]) -> f32["batch/d embed"]:
@@ -439,7 +441,7 @@ def test_axes_left_to_an_explicit_program(mesh, program, axes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), got, want)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 def test_a_manual_function_inside_a_manual_function(mesh, run):
     @shard_map(axes={"d"})

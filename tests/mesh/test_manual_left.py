@@ -94,7 +94,7 @@ LOOKUPS = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("table, positions, rows, shape, plain", LOOKUPS.values(), ids=LOOKUPS)
 def test_a_lookup_where_an_axis_is_left(table, positions, rows, shape, plain):
     def program(t: f32[table], i: i32[positions]) -> f32[rows]:

@@ -146,6 +146,7 @@ def layers(h: f32["n/x/y a"], ws: f32["layers a/x/y b"]) -> f32["n/x/y b"]:
 ORDER: tuple[str, ...] = ("x", "y")
 
 
+@pytest.mark.slow
 def test_what_was_gathered_out_of_order_meets_nothing_in_order(monkeypatch):
     h, ws = A @ W.T / 4, np.stack([W @ W.T / 16] * 2)
     plain = lambda h, ws: jnp.tanh(jnp.tanh(h @ ws[0]) @ ws[1])

@@ -117,6 +117,7 @@ def test_a_pending_sum_is_only_added(operation, axes):
         product(NONLINEAR[operation], axes=axes)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("join", JOINED)
 def test_a_pending_sum_is_joined_with_sums_pending_alike(join):
     """JAX's types (0.10.2) carry the sum over an operand that all devices hold whole, which would be counted twice."""
@@ -158,6 +159,7 @@ def test_the_refusal_names_the_line_and_the_reshard(axes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
 def test_sums_of_pending_sums_are_pending_sums(axes):
     def then(y):
@@ -289,6 +291,7 @@ TAKES_COPIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", TAKES_COPIES.values(), ids=TAKES_COPIES)
 def test_gradients_of_what_loops_and_branches_take_of_copies(run):
     def step(x, w):

@@ -81,6 +81,7 @@ def test_rules_that_sum_nothing_twice_are_right(rules, outside):
         np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("outside", [False, True])
 def test_a_rule_that_sums_what_jax_has_summed_is_refused(outside):
     """Also where the function is differentiated from outside, whose program JAX makes."""

@@ -375,6 +375,7 @@ def test_a_collective_is_not_in_a_branch_or_a_loop_that_each_device_chooses():
     assert program(along_y, "a/x b/y", "a/x b/y")(numbers(4, 4)).shape == (4, 4)
 
 
+@pytest.mark.slow
 def test_an_order_that_devices_have_of_their_own_is_not_the_same():
     """JAX types what `argsort` gives as if it were."""
     a = numbers(8, 4)[::-1].copy()

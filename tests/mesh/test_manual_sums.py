@@ -152,11 +152,13 @@ def _on_two_axes(then):
         return program(np.ones((2, 16), np.float32), np.ones((16, 3), np.float32))
 
 
+@pytest.mark.slow
 def test_linear_plain_operations_carry_the_sum_on():
     out = _manual(lambda y: tr.reshard("b q +m -> b q", jax.lax.pad(y.T.T + y, 0.0, ((0, 0, 0), (1, 1, 0)))), "b q")
     np.testing.assert_array_equal(out[0], [0, 32, 32, 32, 0])
 
 
+@pytest.mark.slow
 def test_settle_sums_in_manual_mode_too():
     """By name: over the devices along which a sum is pending, and along no others."""
     layout = tr.Layout(tr.make_mesh(d=2, m=4))

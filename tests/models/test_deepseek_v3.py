@@ -32,6 +32,7 @@ def abstract(config):
     return jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
 
 
+@pytest.mark.slow
 def test_counts_of_the_released_model():
     """Parameters, and FLOPs of a token, by hand."""
     model, embed = abstract(RELEASED), 7168

@@ -34,6 +34,7 @@ def test_a_scale_in_float32_scales_in_float32():
         assert (narrow(x).array == exact.array).mean() < 0.9
 
 
+@pytest.mark.slow
 def test_a_scale_around_zero_is_as_fine_in_sixteen_bits():
     """Around 1 the next number is 1.0078."""
     x = tr.random.normal(jax.random.key(0), {"batch": 8, "embed": 64}).astype("bfloat16")

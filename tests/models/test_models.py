@@ -100,7 +100,7 @@ def test_every_parameter_has_a_gradient(config):
         assert np.asarray(layers).reshape(len(layers), -1).any(1).all(), jax.tree_util.keystr(path)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_documents_do_not_see_each_other(config):
     """A packed document has the hidden states that it has alone, its positions counted from its own start."""
     model = model_of(config)

@@ -66,6 +66,7 @@ def test_without_anything_to_gather_a_tree_stays():
         assert stays["in"].array.sharding == sliced["in"].array.sharding and stays["count"] == 3
 
 
+@pytest.mark.slow
 def test_names_are_names():
     with tr.Layout(tr.make_mesh(data=8), params={"embed": "data"}, compute={"batch": "data"}):
         weights = tr.shard(values(jnp.float32)[0])

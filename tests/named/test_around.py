@@ -65,6 +65,7 @@ def test_it_adds_up_on_every_layout(params, compute):
     np.testing.assert_allclose(np.asarray(found.array, np.float32), exact, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_other_derivatives():
     steps, w = tr.ones({"pos": TURNS, "embed": 2}, "bfloat16"), tr.ones({"embed": 2}, "bfloat16")
     loss = lambda w: total(RUNS["scan"])(w, steps)

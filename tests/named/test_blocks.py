@@ -52,6 +52,7 @@ def test_what_is_rounded_at_random_is_right_in_the_mean(squares):
     assert all(len(np.unique(at)) <= 2 for at in neighbours.reshape(32, -1).T.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_a_draw_belongs_to_a_place_in_the_whole_array():
     key = jax.random.key(7)
     alone = in_blocks(tr.named(WIDE, "embed mlp"), 1, key=key)
@@ -88,6 +89,7 @@ def test_a_block_is_a_divisor_and_no_longer_than_32():
     assert [block_of(n) for n in (1, 7, 32, 64, 96, 100, 257)] == [1, 7, 32, 32, 32, 25, 1]
 
 
+@pytest.mark.slow
 def test_blocks_are_a_tree():
     found = in_blocks(WIDE, 0)
     paths = [jax.tree_util.keystr(path, simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(found)]

@@ -103,6 +103,7 @@ def test_a_choice_is_one_boolean():
         tr.while_loop(lambda x: x.sum() > 0, turn, x)
 
 
+@pytest.mark.slow
 def test_loops_and_choices_over_slices_carry_numbers():
     """JAX maps one over slices only if all of its carry lies on the mesh, also what began as a number of Python."""
     small = lambda carry: carry[1].sum() < 30.0

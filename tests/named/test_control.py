@@ -28,6 +28,7 @@ def test_vmap_refuses_two_sizes():
         tr.vmap(lambda x, y: x, "a")(numbers(a=2), numbers(a=3))
 
 
+@pytest.mark.slow
 def test_scan_fold_and_map():
     x = numbers(layers=4, embed=3)
     carry, sums = tr.scan(lambda c, row: (c + row, (c * row).sum()), "layers")(tr.zeros({"embed": 3}), x)
@@ -79,6 +80,7 @@ def test_stacked_layers_equal_their_unrolled_twin(layers):
         assert out.names == x.names
 
 
+@pytest.mark.slow
 def test_layers_taken_apart_equal_their_stack(layers):
     """Cut out of the stack outside of a loop that uses them more than once; their gradients are stacked there."""
     stack, x, scales = layers[0], numbers(batch=2, embed=4), tr.arange(layers[0].axis, dtype=jnp.float32)
@@ -202,6 +204,7 @@ def test_products_are_kept_as_what_their_partial_sums_settle_to():
     assert moved[0] == moved[1] < moved[2]
 
 
+@pytest.mark.slow
 def test_marked_values_may_wait_in_the_hosts_memory(layers):
     """All of them where no names are given."""
     x = numbers(batch=2, embed=4)

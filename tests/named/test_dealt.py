@@ -65,6 +65,7 @@ def layout():
         yield layout
 
 
+@pytest.mark.slow
 def test_what_comes_from_the_host_is_dealt_out(layout):
     """Each device gets the positions that attention and `arange` take its slice for."""
     with layout.with_dealt(("c",)):
@@ -131,6 +132,7 @@ def test_what_it_says(layout):
         )
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("mode", ["explicit", "auto"])
 def test_what_a_compiled_program_is_given_is_dealt_out(mode):
     """As eagerly, from the host or from one device."""

@@ -93,6 +93,7 @@ def test_a_rule_of_ones_own_ends_where_its_weight_rests(rule, what):
             gradient(lambda d: d)
 
 
+@pytest.mark.slow
 def test_a_rule_of_ones_own_in_a_mapped_function_takes_its_weight_as_an_argument():
     @jax.custom_vjp
     def scaled(x, s):
@@ -112,6 +113,7 @@ def test_a_rule_of_ones_own_in_a_mapped_function_takes_its_weight_as_an_argument
         np.testing.assert_allclose(np.asarray(found), values.sum(0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_gradient_given_to_jaxs_vjp_lies_where_the_functions_result_does():
     """As in the rule of a reversible layer, which makes its input again and differentiates its parts by itself."""
 

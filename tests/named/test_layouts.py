@@ -52,6 +52,7 @@ def _clipped_backward(kept, g):
 _clipped.defvjp(lambda w, x: (_clipped(w, x), (w, x)), _clipped_backward)
 
 
+@pytest.mark.slow
 def test_a_backward_rule_of_ones_own_runs_with_and_without_a_layout():
     w, x = numbers("embed"), numbers("batch", "embed")
     gradients = tr.grad(lambda w, x: _clipped(w, x).sum(), argnums=(0, 1))
@@ -179,6 +180,7 @@ def test_results_take_the_sharding_of_their_names():
         assert tr.typeof(tr.zeros({"batch": 8, "mlp": 32})) == "f32[batch/data=8 mlp/model=32]"
 
 
+@pytest.mark.slow
 def test_partial_sums_may_wait_and_be_settled_once():
     def both(x, w, settle):
         one = tr.einsum("batch mlp, mlp embed -> batch embed", x, w, settle=settle)
@@ -303,6 +305,7 @@ def test_the_last_dimension_is_gathered_first():
     assert [r.axes for r in rows if r.kind == "all-gather"] == [("model",), ("data",)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("longer", "plain"),
     [

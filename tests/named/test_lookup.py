@@ -7,6 +7,7 @@ import trellis as tr
 from trellis import Layout, make_mesh, reshard
 
 
+@pytest.mark.slow
 def test_positions_shared_by_a_sliced_batch():
     """A copied table looked up at positions without a batch: values and gradient are one device's."""
     table = jnp.arange(32.0).reshape(16, 2)
@@ -154,6 +155,7 @@ def test_second_and_forward_derivatives_of_a_narrow_table():
         np.testing.assert_allclose(np.asarray(got, np.float32), right, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_all_combinations_are_made_as_the_refusals_say():
     x, ones = tr.named(jnp.arange(12.0).reshape(3, 4), "a b"), tr.ones({"k": 2})
     ids, others = tr.named(jnp.int32([2, 0]), "k"), tr.named(jnp.int32([1, 3, 1]), "l")

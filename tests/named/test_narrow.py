@@ -113,6 +113,7 @@ def test_every_layout_gives_one_device_s_numbers(kind, axis_type):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=few * np.abs(b).max(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_narrow_weights_are_gathered_narrow_and_their_gradients_settle_wide():
     up, down, x = drawn()
     with layout_of("sequence"):
@@ -125,6 +126,7 @@ def test_narrow_weights_are_gathered_narrow_and_their_gradients_settle_wide():
     assert len(scatters) == 2 and all(row.wire == 4 * 32 * 64 // 2 * 3 // 4 for row in scatters)
 
 
+@pytest.mark.slow
 def test_scales_of_tiles_have_names_and_are_gathered_with_their_numbers():
     up, down, x = drawn(256, 64)
     with layout_of("FSDP"):
@@ -213,6 +215,7 @@ def test_what_is_no_number_shows_on_every_device(kind):
     np.testing.assert_array_equal(met, [np.inf, 1, 1])  # also of delayed scales, by which int8 makes it a number
 
 
+@pytest.mark.slow
 def test_gradients_whose_scale_is_below_the_least_normal_number_are_finite():
     x, w = tr.ones({"batch": 2, "embed": 4}), tr.ones({"embed": 4, "mlp": 2})
     pull = jax.vjp(lambda x: tr.dot(x, tr.Narrow(w, "fp8"), over="embed"), x)[1]

@@ -118,6 +118,7 @@ def test_gradients_rounded_at_random_are_right_in_the_mean_and_the_same_with_the
     assert all((a == b).all() for a, b in zip(again, drawn[0], strict=True))
 
 
+@pytest.mark.slow
 def test_half_a_byte_a_number_is_gathered():
     up, down, x = arrays()
     with layout_of("FSDP"):

@@ -149,6 +149,7 @@ def test_how_another_mesh_of_the_same_sizes_is_another():
                 use(x)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_arrays_on_a_single_device(kind):
     """Whole like these, also if `jax.device_put` has taken one from a mesh, whose type still has its slices."""

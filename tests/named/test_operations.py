@@ -272,6 +272,7 @@ def test_take_is_an_embedding_lookup():
         tr.take(table, "vocab", ids.rename(pos="embed"))
 
 
+@pytest.mark.slow
 def test_creation():
     assert tr.zeros({"a": 2}).dtype == jnp.float32
     np.testing.assert_array_equal(tr.arange(tr.Axis("a", 4), start=1, step=2).array, [1, 3, 5, 7])

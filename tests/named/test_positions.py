@@ -32,7 +32,7 @@ def _table():
     return np.arange(32.0, dtype=np.float32).reshape(8, 4), "w b"
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 def test_lists_masks_and_arrays_select(layout):
     plain, names = _table()
     x = tr.named(jnp.asarray(plain), names)
@@ -198,7 +198,7 @@ def test_windows_of_sizes_that_mesh_axes_do_not_divide_compile_in_auto_mode():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_an_update_takes_any_single_number(layout):
     plain, names = _table()
     x = tr.named(jnp.asarray(plain), names)

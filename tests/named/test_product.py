@@ -89,6 +89,7 @@ def test_gradients_lie_where_their_values_do(widths, copied):
         np.testing.assert_allclose(np.asarray(gradient), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_pending_sum_goes_through():
     mesh = make_mesh(model=8)
     a, b = jax.random.normal(jax.random.key(0), (4, 16)), jax.random.normal(jax.random.key(1), (16, 2))
@@ -107,6 +108,7 @@ def test_a_pending_sum_goes_through():
         np.testing.assert_allclose(np.asarray(gradient), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int32", "bool"])
 def test_a_pending_sum_of_whole_numbers_is_what_it_is_when_settled(dtype):
     x, w = tr.full({"a": 4, "b": 8}, 3, dtype), tr.ones({"b": 8, "c": 8}, dtype)

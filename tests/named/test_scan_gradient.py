@@ -46,6 +46,7 @@ def test_bias_on_sliced_positions(policy):
         np.testing.assert_allclose(jax.device_get(found[name].array), wanted[name].array, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_partial_sums_are_carried():
     """A loop may carry partial sums: they are settled after it, once."""
 

@@ -245,6 +245,7 @@ def test_linear_algebra_of_plain_arrays_is_refused_and_each_device_has_its_own(d
     np.testing.assert_allclose(grad, jax.grad(lambda x: (decompose(x) ** 2).sum())(rows), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["lgamma", "gammainc"])
 def test_functions_that_jax_can_not_lower_for_slices_are_refused_and_each_device_has_its_own(name):
     """JAX 0.12.0 looks up coefficients of these in tables; 0.10.2 computes them."""
@@ -375,7 +376,7 @@ def test_what_is_sorted_in_a_map_is_the_same_where_it_is_kept_for_the_backward_p
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "one",
     [
@@ -399,6 +400,7 @@ def test_what_sorts_in_a_map_over_slices_has_derivatives_of_derivatives(one):
         np.testing.assert_allclose(sliced, one_device, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_table_that_a_map_in_a_map_closes_over_is_gathered_as_the_ledger_says(merged):
     """At rest in slices over both maps' mesh axes: the compiler gathered it, and the ledger had nothing."""
@@ -436,6 +438,7 @@ def test_rows_are_stacked_with_what_is_the_same_for_all():
     assert tr.typeof(keys) == "key[z=2 b=2]"
 
 
+@pytest.mark.slow
 def test_the_gradient_of_what_an_update_reads_from_outside_is_summed_on_each_device_first():
     """It was summed over devices for each row by itself: as many times the bytes as a device has rows."""
     layout = tr.Layout(tr.make_mesh(data=4, model=2), {"v": "model"}, {"b": "data", "p": "model"})

@@ -125,6 +125,7 @@ def test_moments_of_biases_are_kept_whole_whatever_the_rule(rule):
     assert blocks and all("embed" in shape for shape in blocks)
 
 
+@pytest.mark.slow
 def test_a_weight_has_the_names_that_its_product_sums_over():
     key, axes = jax.random.key(0), {"embed": 64, "mlp": 16}
     for over in ("embed", tr.Axis("embed", 64), ("embed",)):
@@ -135,6 +136,7 @@ def test_a_weight_has_the_names_that_its_product_sums_over():
     assert nn.weight(key, {"embed": 0, "mlp": 16}, over="embed").size == 0
 
 
+@pytest.mark.slow
 def test_a_layer_norm_over_several_names():
     x = tr.random.normal(jax.random.key(0), {"pos": 2, "heads": 3, "head_dim": 4}) * 3.0 + 1.0
     norm = nn.LayerNorm.init((tr.Axis("heads", 3), tr.Axis("head_dim", 4)), 1e-6)

@@ -22,6 +22,7 @@ def program(name, pairs):
     return manual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("name", ["pos", "heads", "head_dim"])
 def test_slices_are_rotated_as_the_whole_is_or_refused(name, pairs):
@@ -38,6 +39,7 @@ def test_slices_are_rotated_as_the_whole_is_or_refused(name, pairs):
             np.testing.assert_allclose(manual(x, *tables).array, wanted.array, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_product_that_exchanges_pairs_renames_one_dimension(monkeypatch):
     """On a TPU; another name may have that of the rotated one within it."""
     x = tr.random.normal(jax.random.key(0), {"pos": 4, "heads": 2, "d": 6})

@@ -418,6 +418,7 @@ def test_a_stack_of_arrays_with_any_leading_dimensions():
     )
 
 
+@pytest.mark.slow
 def test_an_annotated_function_is_not_kept():
     def make():
         large = jnp.ones(3)

@@ -149,6 +149,7 @@ def test_it_goes_on_with_another_padding(tmp_path, least, before, after):
         np.testing.assert_allclose(updates["embedding"].array[:24], one["embedding"].array, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_state_of_optax_is_refused(tmp_path):
     """As runs kept it before the second moments had names."""
     old, params = on_arrays(optax.scale_by_factored_rms(min_dim_size_to_factor=8)), tree(0)

@@ -64,6 +64,7 @@ def layout(axis_type="explicit"):
     return tr.Layout(mesh, params={"embed": "data", "mlp": "model"}, compute={"mlp": "model"})
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", RULES)
 def test_on_a_mesh(name):
     alone = steps(RULES[name]())

@@ -292,6 +292,7 @@ def test_muon_refuses_a_weight_whose_sides_are_unknown():
         optimizer.init(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", RULES, ids=lambda rule: rule.kind)
 def test_float16_is_as_float32(config):
     """Gradients of a thousandth to a millionth, whose squares float16 does not have."""
@@ -352,6 +353,7 @@ def test_slices_of_a_manual_function_are_right_or_refused(config, clip_norm):
                 by_slice(x)
 
 
+@pytest.mark.slow
 def test_learning_rate_is_the_one_that_was_used():
     _, state = run(AdamW(learning_rate=0.1), tree(0), range(1, 4))
     assert float(learning_rate(state)) == float(learning_rates(Cosine(warmup_steps=2), 0.1, 4)(2))

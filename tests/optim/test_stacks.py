@@ -30,6 +30,7 @@ def model(axis: str):
 RULES = [Muon(learning_rate=1.0), Adafactor(learning_rate=1.0, min_factored_size=2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)
 def test_an_optimizer_treats_each_layer_of_any_stack_by_itself(rule):
     def updates(axis):

@@ -50,6 +50,7 @@ def test_a_number_becomes_one_of_its_neighbours(dtype):
     assert np.abs(drawn.mean(0) - exact).max() < 6 * apart.max() / 2 / 8
 
 
+@pytest.mark.slow
 def test_what_is_drawn_looks_random():
     """Evenly spread, also in each bit, and unrelated from place to place and from key to key: off by less than four
     deviations."""

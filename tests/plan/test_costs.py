@@ -63,6 +63,7 @@ def test_instructions_of_a_gpu_together_take_as_long_as_the_plan_s_computation(p
     assert exposed == pytest.approx(sum(sent.seconds for sent in known.sending.values()))  # each ends where it starts
 
 
+@pytest.mark.slow
 def test_costs_are_of_every_instruction_in_microseconds(plan):
     known = estimates(plan, GPU, MESH)
     found = costs_in(costs_text(known))

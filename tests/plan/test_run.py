@@ -356,6 +356,7 @@ def test_a_long_sequence_goes_around_a_ring_beside_its_kernels():
     assert plans["ring"].memory.peak < plans["gather"].memory.peak
 
 
+@pytest.mark.slow
 def test_the_search_covers_kinds_of_context_parallelism_and_names_the_one_it_takes():
     run = load_run("llama_8b", {"data.sequence_length": "32768", "batch_size": "8"})
     seen = {

@@ -67,6 +67,7 @@ def step(platform="tpu"):
     return traced(config, abstract_mesh(platform, data=16))
 
 
+@pytest.mark.slow
 def test_loops_are_those_of_layers():
     program = step()
     loops = list(turns_of(program))

@@ -33,6 +33,7 @@ def products(config, tokens):
     return tokens * (2 * weights + scores)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sizes, placing", [({"data": 4}, {}), ({"data": 2, "model": 2}, {"model": "model"})])
 def test_flops_are_exact(sizes, placing):
     step = traced(CONFIG, abstract_mesh(**sizes), **placing)
@@ -167,6 +168,7 @@ def test_hidden_communication_costs_nothing_and_no_more_than_there_is_room():
     assert sum(hidden.by_bound().values()) == pytest.approx(hidden.seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on", "kind", "share"), [("8xH100", "gpu", 0.5), ("v5e:2x4", "tpu", 0.0)])
 def test_what_moves_one_of_two_parts_is_hidden_but_for_one(on, kind, share):
     """On GPUs, whose compiler was seen to do it."""
@@ -184,6 +186,7 @@ def test_padding_of_narrow_products():
     assert padded((10, 64, 100), 128) == pytest.approx(2 * 1.28)
 
 
+@pytest.mark.slow
 def test_plan_of_a_plain_step():
     mesh = abstract_mesh("tpu", data=16)
     step = traced(dataclasses.replace(CONFIG, batch=16), mesh)

@@ -60,6 +60,7 @@ def test_a_weights_gradient_is_a_sum_over_slices_of_the_batch(fn, wire):
     assert both(FLAT, fn, SEQUENCES, WEIGHT) == ({"d": (wire, wire)}, {""})
 
 
+@pytest.mark.slow
 def test_a_window_reaches_over_the_ends_of_a_slice():
     """Forward, and in both gradients: two rows of a picture, of which each device has eight. The weight's gradient is
     one sum over both mesh axes, which XLA makes one after the other."""

@@ -114,6 +114,7 @@ def grouped_flops(even: int, rows: int, groups: int, load: float, mesh=None) -> 
     return [p.flops * p.times for p in work(program, load) if p.kind in ("product", "grouped")]
 
 
+@pytest.mark.slow
 def test_grouped_products_count_the_rows_that_are_filled():
     least = BLOCKS[-1]
     rows, even = 40 * least, 30 * least
@@ -138,6 +139,7 @@ def test_kernels_for_grouped_products_say_their_work(on):
             assert -1 <= counted / (2 * 16 * 8) - filled <= groups * tile  # rows are whole
 
 
+@pytest.mark.slow
 def test_rows_that_kernels_gather_are_read_as_often_as_they_are_taken():
     """And nothing else of their array is: what is counted of each kernel is what it would be of sorted rows, and which
     rows they are."""

@@ -79,6 +79,7 @@ def test_a_table_in_trellis_whose_gradient_is_accumulated_in_a_loop():
         assert tr.prove(accumulated, table, ids, d_rows, on="v5e:2x2", reference=reference).proven
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("altered", [False, True])
 def test_rows_that_are_cut_before_they_are_summed(altered):
     """openxla/xla 42481: the gradient of a lookup, summed after each device has taken its slice of it."""

@@ -139,6 +139,7 @@ def test_what_a_device_is_along_some_axes_is_known_before_a_compiler_partitions(
     assert tr.prove(jax.jit(turned), x, on="v5e:2x2", reference=whole).proven
 
 
+@pytest.mark.slow
 def test_what_may_be_rounding_is_decided_with_more_bits(four):
     """Of large numbers nearly nothing is left: devices add them in another order than one device does."""
     x = jax.random.normal(jax.random.key(0), (4096,)) * 1e3
@@ -422,6 +423,7 @@ def test_a_function_that_names_its_own_mesh_is_proven(plain_mesh):
     assert not proof.proven and proof.error > 1e-2
 
 
+@pytest.mark.slow
 def test_why_is_told_where_all_arguments_are_whole_and_results_are_sliced(plain_mesh):
     def sliced(x):
         return jax.lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(plain_mesh, P("x", "y"))) * 1.001

@@ -33,6 +33,7 @@ def test_every_row_is_there_and_proven(table, cases):
         assert (verdict, there) == ("proven", asked) and float(number) < 2e-4, case
 
 
+@pytest.mark.slow
 def test_no_mistake_was_missed_in_any_program(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # which the script sets, too

@@ -103,6 +103,7 @@ def in_loop(turn, x):
     return x * x
 
 
+@pytest.mark.slow
 def test_what_is_gathered_between_transforms_is_laid_out_anew():
     """XLA lays the first transform out as the gather would like it, which its kernel does not take."""
     scale = tr.from_numpy(ROWS[0, 0], "embed")

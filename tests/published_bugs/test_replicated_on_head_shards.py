@@ -64,6 +64,7 @@ def test_1_manual_the_published_forward_pass_has_the_right_gradient(put, alone, 
     close(got, jax.grad(key_loss, argnums=(0, 1, 2, 3))(*alone(*arrays)))
 
 
+@pytest.mark.slow
 def test_1_manual_a_gradient_by_hand_cannot_leave_out_an_axis(put):
     @tr.shard_map
     def rope_gradient(x: f32["batch/data pos embed"], d_key: f32["batch/data pos heads/model dim"]) -> f32["embed dim"]:
@@ -156,6 +157,7 @@ def test_2_manual_with_and_without_sequence_parallelism(put, alone, close, progr
     close(got, jax.grad(norm_loss, argnums=(0, 1))(*alone(x, weight)))
 
 
+@pytest.mark.slow
 def test_2_manual_a_switch_that_leaves_out_the_sum_is_refused(put):
     def weight_gradient(sequence_parallel: bool):
         @tr.shard_map
@@ -179,6 +181,7 @@ def test_2_manual_a_switch_that_leaves_out_the_sum_is_refused(put):
         weight_gradient(False)(x, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [{}, {"pos": "model"}], ids=["heads", "sequence"])
 def test_2_explicit_with_and_without_sequence_parallelism(mesh, alone, close, positions):
     layout = tr.Layout(mesh, compute={"batch": "data", **({} if positions else {"heads": "model"}), **positions})

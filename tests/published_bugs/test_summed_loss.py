@@ -52,6 +52,7 @@ def test_16_and_17_what_happens_without_the_types(arrays, alone):
     np.testing.assert_allclose(unchecked(summed_inside, arrays), 4 * per_device, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [summed_inside], ids=["psum"])
 def test_16_manual_a_sum_inside_has_the_right_gradient(arrays, alone, program):
     def gradient(x: f32["batch/data embed"], w: f32["embed"]) -> f32["embed"]:
@@ -61,6 +62,7 @@ def test_16_manual_a_sum_inside_has_the_right_gradient(arrays, alone, program):
     np.testing.assert_allclose(tr.shard_map(gradient)(*arrays), jax.grad(whole)(w, x), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_16_manual_in_the_notation(arrays, alone):
     @tr.shard_map
     def gradient(x: f32["batch/data embed"], w: f32["embed"]) -> f32["embed"]:
@@ -89,6 +91,7 @@ def test_16_manual_a_gradient_that_is_summed_again_is_refused(arrays):
     assert message in told(error, by_line=True)
 
 
+@pytest.mark.slow
 def test_17_manual_there_is_nothing_to_turn_off(arrays, alone):
     with pytest.raises(TypeError, match="unexpected keyword argument 'check_vma'"):
         tr.shard_map(check_vma=False)
@@ -107,6 +110,7 @@ def test_17_manual_there_is_nothing_to_turn_off(arrays, alone):
     np.testing.assert_allclose(inside(*arrays), right, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_16_and_17_explicit_there_is_one_loss(mesh, alone):
     def loss(w, x):
         return tr.tanh(tr.einsum("batch embed, embed -> batch", x, w)).sum().array

@@ -40,6 +40,7 @@ def test_4_manual_sinks_that_are_not_marked(put):
         norm(put("h/model", 8))
 
 
+@pytest.mark.slow
 def test_4_manual_sums_of_slices_that_are_left_alone(put):
     @tr.shard_map
     def pending(sinks: f32["heads/model"]) -> f32[""]:

@@ -24,6 +24,7 @@ def program(transition: str, result: str):
     return tr.shard_map(scatter)
 
 
+@pytest.mark.slow
 def test_3_manual_a_scatter_over_another_axis_is_refused(put):
     x, w = put("b/data e/model", 8, 4), put("e/model o", 4, 8, seed=1)
     y = program("batch/data out +model -> batch/data out/model", "batch/data out/model")(x, w)

@@ -403,6 +403,7 @@ def test_a_store_is_read_and_another_one_validates(stores):
     assert open_corpus(run_on(StoreSource(path=str(stores / "a")))).validation == {}
 
 
+@pytest.mark.slow
 def test_the_shares_of_a_mixture_change_with_the_step(stores):
     parts = (
         MixturePart(

@@ -194,6 +194,7 @@ def test_a_run_goes_on_as_it_began(tmp_path):
     assert as_it_began(wider, tmp_path) == dataclasses.replace(wider, cpu=began.cpu)
 
 
+@pytest.mark.slow
 def test_kernels_are_cut_as_a_program_was_told():
     q = jax.random.normal(jax.random.key(0), (1, 64, 2, 8))
 

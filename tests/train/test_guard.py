@@ -68,7 +68,7 @@ def test_a_comparison_moves_four_bytes_an_array_and_device():
     assert moved.total() == 7 * 4 * arrays
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool", "float8_e4m3fn", "uint32"])
 def test_every_bit_changes_a_digest_and_so_does_the_order(dtype):
     x = jnp.asarray(np.arange(24).reshape(2, 3, 4) % 2 if dtype == "bool" else np.arange(24).reshape(2, 3, 4), dtype)

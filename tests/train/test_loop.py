@@ -423,6 +423,7 @@ def test_held_out_data_that_go_away_are_told_likewise(tmp_path, mesh):
     assert error.value.where.endswith("step-00000003") and "stores/held-out" in error.value.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [0, 4])
 def test_data_that_go_away_are_told_with_the_last_good_checkpoint_once_there_are_steps(tmp_path, mesh, gone):
     assembled, feed = toy(mesh, EVERY)

@@ -141,6 +141,7 @@ def test_moments_in_eight_bits_are_checkpointed_sharded_and_resumed(run_file, tm
     assert 1e-6 < abs(whole[-1] / plain[-1] - 1) < 0.02
 
 
+@pytest.mark.slow
 def test_moments_that_an_optimizer_does_not_keep_are_refused(run_file, tmp_path, capsys):
     words = ("train", run_file, "--run-dir", tmp_path / "run", "--precision.moments.mlp", "mxfp8")
     code, _, said = trellis(capsys, *words, "--optimizer", "{kind: adafactor, learning_rate: 0.01}")

@@ -95,6 +95,7 @@ def test_integers_beside_the_stream_are_refused(monkeypatch, gives):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["the batch", "a parameter"])
 def test_layers_that_close_over_an_array_are_refused_with_the_three_ways_to_hand_it_to_them(monkeypatch, of):
     fold, scales = Stacked.fold, []

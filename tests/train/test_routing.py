@@ -161,7 +161,7 @@ def test_biases_move_by_the_load_alone():
     np.testing.assert_allclose(metrics["router_load_min"], shares.min(), rtol=1e-5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [AdamW, Lion, Muon, Adafactor])
 def test_no_optimizer_moves_a_bias(rule):
     """Their gradients are zeros, and vectors of a layer are not decayed."""

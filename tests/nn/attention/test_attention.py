@@ -81,7 +81,7 @@ def test_the_masks_mean_what_they_say(arrays, implementation):
     np.testing.assert_allclose(np.asarray(both_ways), by_hand(*numbers, lambda b, i, j: abs(i - j) < 3), atol=1e-5)
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("causal,window,documents,cap", PATTERNS)
 def test_chunks_equal_the_reference(arrays, causal, window, documents, cap):
     q, k, v, g, ids = arrays
@@ -170,6 +170,7 @@ def test_a_traced_scale_and_a_low_precision(arrays):
         assert_near(low.astype(jnp.float32), wanted, tolerance=0.06)
 
 
+@pytest.mark.slow
 def test_what_is_saved_by_name_is_not_computed_again(arrays):
     q, k, v, *_ = arrays
 
@@ -198,6 +199,7 @@ def test_no_exponential_of_scores_is_made_twice(arrays):
     assert sorted(found) == ["16", "24", "8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 4])
 def test_decoding_equals_the_last_position(arrays, window):
     q, k, v, *_ = arrays
@@ -332,7 +334,7 @@ def test_one_example_has_no_batch():
             np.testing.assert_allclose(found.transpose(wanted.names), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_a_window_of_all_keys_hides_some_from_queries_behind_them(arrays, implementation):
     q, k, v = (np.asarray(x) for x in arrays[:3])
@@ -397,6 +399,7 @@ def test_no_sequences_have_an_empty_result(arrays, implementation):
     assert out == 0 and [x.shape for x in gradients] == [x[:0].shape for x in (q, k, v)]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("axes", [None, {"batch": "data"}, {"batch": "data", "pos": "model"}], ids=str)
 def test_no_queries_have_an_empty_result_and_every_query_a_key(arrays, axes):
     q, k, v = (tr.named(a, names) for a, names in zip(arrays[:3], (QUERY, KEY, KEY)))

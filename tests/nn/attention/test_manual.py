@@ -34,7 +34,7 @@ def placed(mesh, x, names, over):
     return tr.named(jax.device_put(x, jax.NamedSharding(mesh, spec)), names)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("over", "heads", "kv_heads", "options"),
     [

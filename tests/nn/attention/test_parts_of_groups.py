@@ -24,6 +24,7 @@ HOW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_each_reads_its_own_key_head(how):
     compute, attend = HOW[how]

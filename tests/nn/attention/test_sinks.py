@@ -74,6 +74,7 @@ def assert_near(seen, right, tolerance=2e-5):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_one_device(implementation, window):
@@ -114,7 +115,7 @@ def test_many_devices(kind, window):
         assert_near(gradients(call, q, k, v, sinks, g), right)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "implementation, sliced", [("reference", "rows"), ("chunked", "rows"), ("chunked", "positions")]
 )
@@ -145,6 +146,7 @@ def test_decoding_equals_the_last_position(window):
     assert_near(found, formula(q, k, v, sinks, window)[:, -1])
 
 
+@pytest.mark.slow
 def test_sinks_and_lengths_that_are_on_no_mesh():
     """As any array from outside, also where a program closes over them."""
     names = ["batch pos heads head_dim", "batch key_pos kv_heads head_dim", "batch key_pos kv_heads value_dim", "heads"]

@@ -40,6 +40,7 @@ def numbers():
     return (*given, targets), jax.jit(jax.grad(loss(1.0), (0, 1)))(*wide, targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [1.0, 50_000.0])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_words_gradient_is_finite(numbers, layout, weight):
@@ -92,6 +93,7 @@ def test_derivatives_by_weights_and_along_directions():
     assert [float(s) for s in found] == [0.0] * 5
 
 
+@pytest.mark.slow
 def test_named_losses():
     layout = tr.Layout(
         make_mesh(data=4, model=2), params={"embed": "data"}, compute={"batch": "data", "vocab": "model"}

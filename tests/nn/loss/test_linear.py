@@ -249,6 +249,7 @@ def test_what_is_least_is_turned_for_the_gradient_of_the_unembedding(words, turn
     assert sorted(set(re.findall(r"(f32\[\d+,\d+\]) = transpose", text))) == turned
 
 
+@pytest.mark.slow
 def test_low_precision_sums_in_float32(arrays):
     x, unembed, targets, weights = arrays
     low = [a.astype(jnp.bfloat16) for a in (x, unembed)]
@@ -283,6 +284,7 @@ def test_refusals(arrays):
         cross_entropy(named(x, "batch pos embed"), unembed, targets)
 
 
+@pytest.mark.slow
 def test_refused_placements(arrays):
     x, unembed, targets, _ = arrays
     mesh = make_mesh(data=4, model=2)
@@ -384,6 +386,7 @@ def test_what_is_no_word_is_never_correct(vocab_first):
         assert cross_entropy(x, head, jnp.array([targets]), vocab_first=vocab_first).correct == right
 
 
+@pytest.mark.slow
 def test_what_is_no_token_adds_nothing(arrays):
     x, unembed, targets, _ = arrays
     loss = lambda x, unembed: cross_entropy(x, unembed, targets[:0], z_loss=0.1).total

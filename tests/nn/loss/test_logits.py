@@ -26,6 +26,7 @@ def test_choices_that_are_masked_do_not_count(vocab):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [None, "data"])
 def test_targets_that_are_no_positions_have_no_logit(vocab):
     """On every layout, and they leave no gradient with the weight 0."""

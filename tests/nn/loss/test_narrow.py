@@ -114,6 +114,7 @@ def test_an_unembedding_gathered_in_chunks_is_gathered_narrow(arrays, monkeypatc
         assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b)
 
 
+@pytest.mark.slow
 def test_what_the_loss_cannot_multiply_is_refused(arrays):
     with pytest.raises(LossError, match=r"must be in fp8 or mxfp8, .* got int8 for f32\[vocab=128 embed=64\]"):
         loss_of("int8")(*arrays)

@@ -43,6 +43,7 @@ def test_the_sum_of_the_unembeddings_gradient_comes_before_the_layers(pos):
     assert any(f"f32[4@data,{pos},16]" in fence and "f32[32@data,16]" in fence for fence in fences)
 
 
+@pytest.mark.slow
 def test_few_tokens_gather_the_table_in_chunks():
     """Up to as many tokens on a device as the table is wide; for more it is gathered whole."""
     assert "all_gather" in traced(total, 16) and "all_gather" not in traced(total, 17)

@@ -88,6 +88,7 @@ def test_a_copied_table_gives_pending_gradients(arrays, small_chunks):
         assert_near(jax.jit(jax.value_and_grad(copied, (0, 1)))(x, table), wanted)
 
 
+@pytest.mark.slow
 def test_each_word_moves_once(arrays, small_chunks):
     """The table is gathered once and its gradient scattered once, in chunks: the whole of either is nowhere."""
     mesh, sliced = placed(arrays, PLACES["words"])

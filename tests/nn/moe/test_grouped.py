@@ -105,6 +105,7 @@ def test_gradients_are_those_of_each_group(platform):
             np.testing.assert_allclose(made[group], rows[mine].T @ d[mine], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_gradient_with_room_for_more_rows():
     sizes = (5, 0, 130, 9)
     rows, d, _ = drawn(sizes)

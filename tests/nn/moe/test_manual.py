@@ -65,6 +65,7 @@ def test_slices_that_need_other_devices_are_refused(arrays, name, way):
         program(*arrays)
 
 
+@pytest.mark.slow
 def test_tokens_and_choices_in_other_slices_are_refused(arrays):
     """Of the same size on each device, so that no shape tells."""
     over = ("data", "model", "model")

@@ -241,6 +241,7 @@ def test_gradients_may_have_room_for_more_rows(monkeypatch):
     assert not room
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_definition(biased):
     """Token by token, in NumPy."""

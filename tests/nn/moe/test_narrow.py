@@ -75,6 +75,7 @@ def test_the_same_on_every_layout(kind, name):
         assert sum(row.wire * row.times for row in gathers) == 3 * 4 * 16 * 16 * 3 // 4
 
 
+@pytest.mark.slow
 def test_tiles_are_refused():
     with pytest.raises(tr.NamesError, match="narrow products of experts must be in fp8 or int8, got 'mxfp8'"):
         loss_of("mxfp8", "grouped")(*arrays())

@@ -71,6 +71,7 @@ def test_every_kind_of_routing(name):
         np.testing.assert_allclose(weights.array[place], wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_sigmoids_are_balanced_by_their_shares():
     found = measure(SCORES, choose(SCORES, CHOICES, Routing(scores="sigmoid")), COUNTED, Routing(scores="sigmoid"))
     chance = 1 / (1 + np.exp(-np.asarray(SCORES.array)))
@@ -81,6 +82,7 @@ def test_sigmoids_are_balanced_by_their_shares():
     )
 
 
+@pytest.mark.slow
 def test_a_single_expert_learns_from_the_loss():
     gradient = jax.grad(lambda s: choose(s, 1, Routing(normalize=False)).weights.sum().array)(SCORES)
     assert gradient.array.any()
@@ -259,6 +261,7 @@ def test_a_balance_that_weighs_nothing_is_told_where_no_part_of_a_batch_changes_
     assert list(told.values()) == [always, always | {"router_balance"}, always | {"router_balance"}]
 
 
+@pytest.mark.slow
 def test_room_is_counted_without_a_float_s_rounding():
     """1.1 times 10 tokens are 11; of floats they are a bit more."""
     ids = named(jnp.zeros((1, 100, 1), jnp.int32), "batch pos choices")
