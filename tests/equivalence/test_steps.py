@@ -132,7 +132,6 @@ def one_device(family, microbatches):
     return curve(family, "single", microbatches, "none")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), grid(FAMILIES, LAYOUTS, quick=[("llama", "fsdp")]))
 def test_twenty_steps(family, layout):
     row, column = list(FAMILIES).index(family), list(LAYOUTS).index(layout)

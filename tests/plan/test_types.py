@@ -246,7 +246,7 @@ def test_of_experts_only_products_before_the_gate_are_computed_again(keeps, agai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [pytest.param("llama_8b"), pytest.param("mixtral_8x7b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["llama_8b", "mixtral_8x7b"])
 def test_what_the_compiler_places_takes_about_as_much(recipe):
     """In auto mode types say nothing, but where arguments lie and constraints put results is known."""
     where = target("v5e:2x4")
