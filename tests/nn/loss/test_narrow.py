@@ -122,3 +122,10 @@ def test_what_the_loss_cannot_multiply_is_refused(arrays):
     with pytest.raises(tr.NamesError, match="can only be differentiated once, got a second derivative"):
         twice(arrays[0])
     assert jnp.isnan(loss_of("fp8")(arrays[0].with_array(arrays[0].array.at[3, 5].set(jnp.inf)), *arrays[1:])[0])
+
+
+def test_a_mask_may_be_of_booleans(arrays):
+    table, x, targets, _ = arrays
+    mask = tr.ones(targets.axes, jnp.bool_)
+    made = jax.eval_shape(lambda mask: next_token_loss(x, tr.Narrow(table, "fp8"), targets, mask), mask)
+    assert made.total.dtype == jnp.float32

@@ -127,7 +127,7 @@ def _narrow(hidden: NamedArray, unembedding: NamedArray, weights, kind: Kind, z_
             "that is not narrow"
         )
     factors = (narrow_factor(x.array, kind) for x in (hidden, unembedding))
-    counted = jnp.ones((), jnp.float32) if weights is None else weights.array
+    counted = jnp.ones((), jnp.float32) if weights is None else weights.array.astype(jnp.float32)
     return NarrowFactors(*factors, limit_of(counted, z_loss), kind)
 
 
