@@ -85,6 +85,14 @@ def test_on_a_mesh(name):
 
 
 @pytest.mark.slow
+def test_where_positions_are_dealt_out():
+    """As in a training loop of one's own: a prompt has its positions in their order all the same."""
+    wanted, ring = continued("llama3"), dict(compute={"pos": "context"}, context={"context": "ring"}, dealt="context")
+    with Layout(make_mesh(data=4, context=2), {"embed": "data"}, **ring):
+        made = generate(shard(model_of("llama3")), PROMPTS, new_tokens=6, sampling=GREEDY, key=jax.random.key(0))
+    assert made == wanted
+
+
 def test_on_a_mesh_of_stages():
     """Layers that are sliced for a pipeline are gathered."""
     model, expected = model_of("llama3"), continued("llama3")

@@ -231,7 +231,7 @@ def _layout(layout: Layout | None, batch: int, layers: str) -> Layout | None:
         if name not in ("pos", layers)
         and (name != "batch" or batch % math.prod(layout.mesh.shape[a] for a in axes) == 0)
     ]
-    return dataclasses.replace(layout, compute=dict(divides), strict=False, overlap=())
+    return dataclasses.replace(layout, compute=dict(divides), strict=False, overlap=(), dealt=())
 
 
 def _run(model: LanguageModel, rows, length, key, new_tokens: int, sampling: Sampling, stop: tuple, allowed):
