@@ -8,6 +8,7 @@ import jax
 
 from trellis.inspect import Ledger, collectives, compare
 from trellis.inspect.ledger import _Rows, ledger_of
+from trellis.inspect.moved import Moved
 from trellis.inspect.rows import wire_bytes
 from trellis.program import trace
 
@@ -64,7 +65,7 @@ class _Most(_Rows):
     """Every operation's, also of equal ones, and those of all branches."""
 
     def __init__(self, program):
-        super().__init__(program, None)
+        super().__init__(program, None, Moved(program))
         self.implied.states.again = lambda operation: False
 
     def operation(self, operation):
