@@ -15,7 +15,7 @@ def _check(holds: bool, rule: str, name: str, value: object, fix: str) -> None:
 
 
 def _check_rates(learning_rate: float, weight_decay: float) -> None:
-    _check(learning_rate > 0, "A learning rate must be positive.", "learning_rate", learning_rate, "try 0.0003")
+    check_peak(learning_rate)
     _check(
         weight_decay >= 0, "Weight decay cannot be negative.", "weight_decay", weight_decay, "use 0.1, or 0 for none"
     )

@@ -34,9 +34,9 @@ def detect(
     """The arguments for `jax.distributed.initialize`, or None if the run is one process.
 
     They are looked for in this order: three options, or a number of processes that is 1, which is one whatever a
-    cluster says; a SLURM step or Open MPI, of more than one process; a Kubernetes
-    indexed job; a TPU host, where JAX asks the platform. With SLURM and GPUs each task gets its share of the
-    node's GPUs (JAX alone gives a task one GPU, even if one task is to drive all eight).
+    cluster says; a SLURM step or Open MPI, of more than one process; a Kubernetes indexed job; a TPU host, where JAX
+    asks the platform. With SLURM and GPUs each task gets its share of the node's GPUs (JAX alone gives a task one GPU,
+    even if one task is to drive all eight).
 
     Args:
         env: the environment's variables.
