@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from trellis.errors import UserError
 from trellis.nn.moe import Routing
-from trellis.nn.moe.mixing import EXCHANGES
+from trellis.nn.moe.share import EXCHANGES
 from trellis.run.config import Run
 
 

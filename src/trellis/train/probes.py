@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trellis.named.backend import product
 from trellis.named.tuned import Tuned, tuned_for
@@ -96,7 +97,9 @@ def _products(run: Run, rows: int, turned) -> Callable[[], Any]:
 
 
 def _numbers(run: Run, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(0), shape, run.precision.compute)
+    """Drawn on the host: XLA takes up to a second and a half to compile what draws an array of one shape."""
+    drawn = np.random.default_rng(0).standard_normal(shape, np.float32)
+    return jnp.asarray(drawn.astype(run.precision.compute))
 
 
 def _backward(total: Callable, choice: Tuned, *arrays: jax.Array) -> Callable[[], Any]:

@@ -14,7 +14,8 @@ from trellis.inspect import ledger
 from trellis.mesh import Layout, make_mesh
 from trellis.named import named, shard
 from trellis.nn.moe import ExpertsError, choose, exchange_experts, hierarchical_experts, mix, mixing, score
-from trellis.nn.moe.mixing import Places, check_way
+from trellis.nn.moe.mixing import check_way
+from trellis.nn.moe.share import Places
 
 TOKENS, EMBED, COUNT, CHOICES = 6, 3, 2, 3
 BOTH = ("x", "y")

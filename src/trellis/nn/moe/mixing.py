@@ -1,20 +1,18 @@
 """The weighted sum of what a token's experts make of it: several ways, one result."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 
 from trellis._compat import mapped_over, maps_around, refuses_copies
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import Layout, current_layout
-from trellis.mesh.manual.ops import Axes, mark_pending, vary, varying_axes
-from trellis.named import Axis, NamedArray, dot_each, einsum, one_hot, save, settle, silu
+from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
+from trellis.named import Axis, NamedArray, dot_each, einsum, is_named, one_hot, save, settle, silu
 from trellis.named.backend import RAGGED, platform_of
 from trellis.named.explicitly import explicitly
 from trellis.named.operand import operand
@@ -23,14 +21,14 @@ from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
 from trellis.nn.moe.config import EXPERT_WEIGHTS, Dispatch, Way
 from trellis.nn.moe.dispatch import as_returned, as_sent
-from trellis.nn.moe.exchange import ExpertsError, exchange_each, gather_experts
-from trellis.nn.moe.gradients import Apart, gradient_only, rows_to_fill
-from trellis.nn.moe.grouped import activates, gathers, grouped_sums
-from trellis.nn.moe.hierarchical import hierarchical_each, parts_met
-from trellis.nn.moe.narrow import Held, grouped_each, held, narrow_weights, unmarked
+from trellis.nn.moe.exchange import ExpertsError
+from trellis.nn.moe.gradients import gradient_only, rows_to_fill
+from trellis.nn.moe.grouped import activates, gathers
+from trellis.nn.moe.hierarchical import parts_met
+from trellis.nn.moe.narrow import Kinds, narrow_weights, unmarked
 from trellis.nn.moe.once import once
 from trellis.nn.moe.routing import Choices
-from trellis.nn.moe.rows import local_experts
+from trellis.nn.moe.share import EXCHANGES, Operands, Places, Share
 from trellis.nn.moe.tiles import slower_than_a_copy
 from trellis.nn.parameters import Bias
 from trellis.notation import spec_of
@@ -38,33 +36,6 @@ from trellis.notation.state import state_of
 from trellis.program.said import laid_out_anew
 
 TOKENS = ("batch", "pos", "embed")
-# Ways in which tokens travel to the devices of their experts.
-EXCHANGES = ("ragged", "slots", "hierarchical")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Places:
-    """Which mesh axes slice tokens, experts and their widths.
-
-    Attributes:
-        batch, pos: of tokens.
-        experts, mlp: of the experts' weights.
-    """
-
-    batch: Axes = ()
-    pos: Axes = ()
-    experts: Axes = ()
-    mlp: Axes = ()
-
-    @property
-    def shared(self) -> Axes:
-        """Axes along which tokens have to find their experts."""
-        return tuple(a for a in self.experts if a in self.batch + self.pos)
-
-    @property
-    def partial(self) -> Axes:
-        """Axes along which each device has a part of every token's sum."""
-        return self.mlp + tuple(a for a in self.experts if a not in self.shared)
 
 
 class Biases(eqx.Module):
@@ -206,90 +177,66 @@ def _mixed(
     chosen = _chosen(way, places, first, choices.ids.shape["choices"])
     if chosen == "dense":
         return [_dense(*each, gate, up, down, biases, gated, dispatch) for each in given]
-    kinds, (gate, up, down) = unmarked((gate, up, down))
-    experts = gate.axis("experts").size
-    given = [
-        (x, choices._replace(weights=choices.weights.with_array(once(chosen, *(a.array for a in varied)))))
-        for x, choices in given
-        for varied in [(choices.weights, x, gate, up, down)]
-    ]
-    if chosen == "grouped":
-        places = dataclasses.replace(places, experts=())
-    of_tokens = [  # three arrays for each part of the batch: its tokens, and the ids and weights of their choices
-        part.transpose((*TOKENS[:2], last))
-        for x, choices in given
-        for part, last in ((x, "embed"), (choices.ids, "choices"), (choices.weights, "choices"))
-    ]
-    gate, up = (w.transpose(("experts", "embed", "mlp")) for w in (gate, up))
-    down = down.transpose(("experts", "mlp", "embed"))
-    added = () if biases is None else tuple(b.transpose(("experts", "mlp")) for b in (biases.gate, biases.up))
-    num_of_tokens, num_added = len(of_tokens), len(added)
-    num_narrow = 2 * sum(kind is not None for kind in kinds)  # the numbers of each narrow weight, and their scale
-    mesh = jax.typeof(first.array).sharding.mesh
-    devices = math.prod(mesh.shape[a] for a in places.experts) if places.experts else 1
-    ragged = chosen == "ragged" or (chosen == "hierarchical" and platform_of(first.array) in RAGGED)
-
-    def body(outer, longer, *given):
-        used = places.batch + places.pos + places.experts + places.mlp
-        given = [vary(a, used) for a in given]
-        arrays = iter(given)
-        of_tokens, weights, added, rounded = (
-            list(itertools.islice(arrays, count)) for count in (num_of_tokens, 3, num_added, num_narrow)
-        )
-        rooms = arrays  # what is left: for the gradients that have rows to fill
-        weights = [Apart(w, next(rooms), longer[n]) if n in longer else w for n, w in enumerate(weights)]
-        gate, up, down = held(weights, kinds, rounded)
-        rows = [a.reshape(-1, a.shape[-1]) for a in of_tokens]
-        parts = list(zip(rows[::3], rows[1::3], rows[2::3], strict=True))
-        in_words = dispatch is not None and bool(places.shared)  # which are kept, instead of what they stand for
-
-        def compute(rows, sizes, counted, taken=None):
-            rows = rows if in_words else save(rows, "mlp_rows")
-            products = grouped_each(rows, (gate, up), sizes, outer[:2], taken)
-            if activates(first.array):
-                return _activated(products, sizes, counted, added, gated, down)
-            hidden = _hidden(products, sizes, counted, added, gated)
-            if taken is None:
-                return grouped_each(hidden, (down,), sizes, outer[2:])[0]
-            return grouped_sums(hidden, down, sizes, taken, outer[2:])
-
-        beside = dict(count=experts // devices, gathers=gathers(first.array) and not any(kinds))
-        if chosen in EXCHANGES:
-            how = dict(axes=places.experts, ragged=ragged, slack=slack, dispatch=dispatch, **beside)
-            if chosen == "hierarchical":
-                most = parts_met(mesh.shape[places.experts[0]], *groups)
-                made = hierarchical_each(parts, compute, **how, most=most)
-            else:
-                made = exchange_each(parts, compute, **how)
-        elif places.experts:
-            how = dict(axes=places.experts, tokens=places.shared, dispatch=dispatch, **beside)
-            made = [gather_experts(*part, compute, **how) for part in parts]
-        else:
-            made = [local_experts(as_sent(x, dispatch), *routed, compute, **beside) for x, *routed in parts]
-            made = [as_returned(out, dispatch) for out in made]
-        return [out.reshape(x.shape) for out, x in zip(made, of_tokens[::3], strict=True)]
-
-    arrays = (*of_tokens, gate, up, down, *added)
-    narrow = narrow_weights((gate, up, down), kinds)
+    kinds, weights = unmarked((gate, up, down))
+    operands = _operands(chosen, given, weights, kinds, biases)
+    mesh, platform = jax.typeof(first.array).sharding.mesh, platform_of(first.array)
+    share = Share(
+        way=chosen,
+        places=dataclasses.replace(places, experts=()) if chosen == "grouped" else places,
+        kinds=kinds,
+        gated=gated,
+        slack=slack,
+        dispatch=dispatch,
+        ragged=chosen == "ragged" or (chosen == "hierarchical" and platform in RAGGED),
+        most=parts_met(mesh.shape[places.experts[0]], *groups) if chosen == "hierarchical" else 1,
+        activates=activates(first.array),
+        gathers=gathers(first.array),
+    )
     if state_of(first.array).mode != "explicit":
-        # In a manual program a device has its own experts, and its own parts of their products, only.
-        refuse_slices(arrays, ("choices", "embed", "experts", "mlp"), "mix")
-        own = [a.array for a in (*arrays, *narrow)]
-        over = varying_axes(*own)  # so that JAX sums the gradients of weights, of which each has its tokens' share
-        made = body((), {}, *(vary(a, over) for a in own))
-        return [x.with_array(out) for x, out in zip(of_tokens[::3], made, strict=True)]
+        return _by_hand(share, operands)
     if mapped_over():
         raise _mapped(chosen)
+    return _on_mesh(share, operands, on_tpu=platform == "tpu")
+
+
+def _operands(way: str, given, weights: Sequence[NamedArray], kinds: Kinds, biases: Biases | None) -> Operands:
+    """What a mixture reads, each with its dimensions in order."""
+    tokens = []
+    for x, choices in given:
+        counts = choices.weights.with_array(once(way, *(a.array for a in (choices.weights, x, *weights))))
+        pairs = ((x, "embed"), (choices.ids, "choices"), (counts, "choices"))
+        tokens += [part.transpose((*TOKENS[:2], last)) for part, last in pairs]
+    orders = [("experts", "embed", "mlp")] * 2 + [("experts", "mlp", "embed")]
+    weights = [w.transpose(order) for w, order in zip(weights, orders, strict=True)]
+    added = [] if biases is None else [b.transpose(("experts", "mlp")) for b in (biases.gate, biases.up)]
+    return Operands(tokens, weights, added, narrow_weights(weights, kinds))
+
+
+def _by_hand(share: Share, operands: Operands) -> list[NamedArray]:
+    """In a manual program, where a device has its own experts, and its own parts of their products, only."""
+    given = (*operands.tokens, *operands.weights, *operands.biases)
+    refuse_slices(given, ("choices", "embed", "experts", "mlp"), "mix")
+    own = jax.tree.map(lambda a: a.array, operands, is_leaf=is_named)
+    over = varying_axes(*jax.tree.leaves(own))  # so that JAX sums the gradients of weights: each has its tokens' share
+    made = share.sums(jax.tree.map(lambda a: vary(a, over), own), {}, ())
+    return [x.with_array(out) for x, out in zip(operands.tokens[::3], made, strict=True)]
+
+
+def _on_mesh(share: Share, operands: Operands, on_tpu: bool) -> list[NamedArray]:
+    """In explicit mode: what a device needs is moved to it, and what it makes is summed."""
+    places, kinds = share.places, share.kinds
+    mesh = jax.typeof(operands.tokens[0].array).sharding.mesh
     tokens, summed = (places.batch, places.pos, ()), frozenset(places.partial)
     of_weights = [(places.experts, (), places.mlp)] * 2 + [(places.experts, places.mlp, ())]
-    # The numbers of a narrow weight go where it goes, without its gradient; their scale goes nowhere.
-    of_narrow = [to for where, kind in zip(of_weights, kinds, strict=True) if kind is not None for to in (where, ())]
-    slices = [tokens] * num_of_tokens + of_weights + [(places.experts, places.mlp)] * len(added) + of_narrow
     others = frozenset(places.batch + places.pos) - frozenset(places.experts + places.mlp)
-    copied = [summed] * num_of_tokens + [others] * (3 + len(added)) + [frozenset()] * len(narrow)
-    on_tpu = platform_of(first.array) == "tpu"
+    # Where more rows are better summed, a weight's gradient goes its own way; so does that of a narrow weight, of which
+    # only the numbers move. They go where it goes, without a gradient, and their scale goes nowhere.
+    marked = [n for n, kind in enumerate(kinds) if kind is not None]
+    of_narrow = [to for n in marked for to in (of_weights[n], ())]
+    rows = {n: rows_to_fill(w.array, of_weights[n]) for n, w in enumerate(operands.weights) if n not in marked}
+    longer = {n: count for n, count in rows.items() if count > operands.weights[n].array.shape[1]}
 
-    def brought(a, slices, copied):
+    def brought(a: NamedArray, slices: tuple, copied: frozenset[str]) -> jax.Array:
         out = move(a, slices, copied).array
         if "experts" not in a.names:
             return out
@@ -297,35 +244,36 @@ def _mixed(
         with laid_out_anew(slower):
             return save(out, EXPERT_WEIGHTS, if_named=True)
 
-    # Of a narrow weight only the numbers move. Where more rows are better summed, a weight's gradient goes its own way.
-    weights = gate, up, down
-    marked = [n for n, kind in enumerate(kinds) if kind is not None]
-    filled = {n: rows_to_fill(w.array, of_weights[n]) for n, w in enumerate(weights) if n not in marked}
-    longer = {n: rows for n, rows in filled.items() if rows > weights[n].array.shape[1]}
-
-    def only_gradient(n, rows=None):
-        w = weights[n]
+    def only_gradient(n: int, rows: int | None = None) -> jax.Array:
+        w = operands.weights[n]
         return gradient_only(w.array, w.names, of_weights[n], others, rows or w.array.shape[1])
 
-    moved = [  # numbered so that the weights are 0, 1 and 2
-        only_gradient(n) if n in marked else brought(_fixed(a) if n in longer else a, *where)
-        for n, (a, *where) in enumerate(zip((*arrays, *narrow), slices, copied, strict=True), -num_of_tokens)
-    ]
-    outer = [_gathered(*pair)[0] for pair in zip(weights, moved[num_of_tokens:])]
-    moved += [only_gradient(*each) for each in longer.items()]
-    specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
-    mix = by_device(
-        lambda *a: [mark_pending(out, places.partial) for out in body(outer, longer, *a)],
-        mesh=mesh,
-        in_specs=specs,
-        out_specs=[spec_of(tokens, summed)] * len(given),
+    moved = Operands(
+        [brought(x, tokens, summed) for x in operands.tokens],
+        [
+            only_gradient(n) if n in marked else brought(_fixed(w) if n in longer else w, of_weights[n], others)
+            for n, w in enumerate(operands.weights)
+        ],
+        [brought(b, (places.experts, places.mlp), others) for b in operands.biases],
+        [brought(a, to, frozenset()) for a, to in zip(operands.narrow, of_narrow, strict=True)],
     )
+    rooms = {n: only_gradient(n, count) for n, count in longer.items()}
+    outer = [_gathered(*pair)[0] for pair in zip(operands.weights, moved.weights, strict=True)]
+    arrays, structure = jax.tree.flatten((moved, rooms))
+
+    def device(*arrays):
+        made = share.sums(*jax.tree.unflatten(structure, arrays), outer)
+        return [mark_pending(out, places.partial) for out in made]
+
+    specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in arrays)
+    to = [spec_of(tokens, summed)] * (len(moved.tokens) // 3)
     try:
-        return [settle(NamedArray(out, TOKENS)) for out in mix(*moved)]
+        made = by_device(device, mesh=mesh, in_specs=specs, out_specs=to)(*arrays)
+        return [settle(NamedArray(out, TOKENS)) for out in made]
     except Exception as error:
         if not refuses_copies(error):
             raise
-        raise _mapped(chosen) from error
+        raise _mapped(share.way) from error
 
 
 def _mapped(way: str) -> ExpertsError:
@@ -350,30 +298,6 @@ def _gathered(before: NamedArray, after: jax.Array) -> tuple[int, int]:
     gone = [[axis for axis in was if axis not in now] for was, now in zip(held, has, strict=True)]
     dimension = next((n for n, axes in enumerate(gone) if axes), 0)
     return dimension, math.prod(mesh.shape[axis] for axis in gone[dimension])
-
-
-def _activated(products, sizes, counted, added, gated_by: ClampedSwiGLU | None, down: jax.Array | Held) -> jax.Array:
-    """The last product by the kernels of a platform that has some for what comes before it."""
-    from trellis.nn.moe.activations import activate, activated_product
-
-    given = (*map(save, products, ("mlp_gate", "mlp_up")), counted, tuple(added))
-    if not isinstance(down, Held):
-        return activated_product(*given, down, sizes, gated_by)
-    return grouped_each(activate(*given, sizes, gated_by), (down,), sizes)[0]
-
-
-def _hidden(products, sizes, counted, added, gated_by: ClampedSwiGLU | None) -> jax.Array:
-    """The operand of the last product of a device's experts, for rows sorted by expert, times how much each counts."""
-    gated, upped = products
-    if added:
-        # As a product: its gradient is one too, whose sums over rows are float32.
-        group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(counted.shape[0]), side="right")
-        own = jax.nn.one_hot(group, sizes.shape[0], dtype=gated.dtype)
-        mine = (group < sizes.shape[0])[:, None]  # the others may be NaN, and so may their gradients
-        gated, upped = (jnp.where(mine, y + own @ bias, 0) for y, bias in zip((gated, upped), added, strict=True))
-    gated, upped = save(gated, "mlp_gate"), save(upped, "mlp_up")
-    hidden = jax.nn.silu(gated) * upped if gated_by is None else gated_by(gated, upped)
-    return (hidden.astype(jnp.float32) * counted[:, None]).astype(gated.dtype)
 
 
 def _weighted(choices: Choices, of_expert: NamedArray) -> NamedArray:
