@@ -168,7 +168,7 @@ def check_array(x, kind: ArrayType, place: str, bindings: Bindings, *, strict: b
     if not is_array(x):
         raise TypeMismatch(f"expected an array of type {kind}, got {typeof(x)}, in {place}: pass an array")
     array = x.array if is_named(x) else x
-    if is_named(x) and not _same_names(kind.shape, tuple(x.names)):
+    if is_named(x) and not same_names(kind.shape, tuple(x.names)):
         raise TypeMismatch(
             f"a named array must have the names of its annotation in the same order, got {typeof(x)} for {kind}, in "
             f"{place}: rename or rearrange it to '{kind.shape.bare()}', or correct the annotation"
@@ -187,7 +187,8 @@ def check_array(x, kind: ArrayType, place: str, bindings: Bindings, *, strict: b
             _mismatch(x, kind, wanted, held, place)
 
 
-def _same_names(shape: Shape, names: tuple[str, ...]) -> bool:
+def same_names(shape: Shape, names: tuple[str, ...]) -> bool:
+    """Whether a named array's names are those of a shape, in its order."""
     mine = names[len(names) - len(shape.dims) :] if shape.ellipsis else names
     return len(mine) == len(shape.dims) and all(
         isinstance(dim.name, int) or dim.name == name for dim, name in zip(shape.dims, mine, strict=True)

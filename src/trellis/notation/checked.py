@@ -7,9 +7,10 @@ import functools
 import inspect
 import os
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
+import numpy as np
 
 from trellis.notation.annotation import (
     ArrayType,
@@ -23,10 +24,10 @@ from trellis.notation.annotation import (
     meant,
     written,
 )
-from trellis.notation.binding import Bindings, TypeMismatch, binding, check_array, whole_sizes
+from trellis.notation.binding import Bindings, TypeMismatch, binding, check_array, same_names, whole_sizes
 from trellis.notation.shape import Dim, Shape
 from trellis.notation.state import state_of
-from trellis.notation.typeof import is_array, is_named, typeof
+from trellis.notation.typeof import is_array, is_named, short_dtype, typeof
 
 _on = contextvars.ContextVar("checks", default=os.environ.get("TRELLIS_CHECK", "0") not in ("", "0"))
 
@@ -84,6 +85,8 @@ def checked(fn: Callable) -> Callable:
     """
     signature = inspect.signature(fn)
     name = getattr(written(fn), "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
+    given = {word: parameter.default for word, parameter in signature.parameters.items()}
+    defaults = {word: default for word, default in given.items() if any(map(is_array, jax.tree.leaves(default)))}
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
@@ -92,6 +95,8 @@ def checked(fn: Callable) -> Callable:
         hints = hints_of(fn)
         bindings = Bindings(name)
         bound = signature.bind(*args, **kwargs)
+        for word, default in defaults.items():
+            bound.arguments.setdefault(word, default)
         for _, hint, value, place in arguments(signature, bound, hints, name):
             check_tree(value, hint, place, bindings)
         with binding(bindings):
@@ -154,6 +159,8 @@ def typed_leaves(value, hint, place: str) -> list[Leaf]:
         TypeMismatch: the tree is not of the classes that the hint names.
     """
     leaves = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_typed_leaf)[0]
+    if not leaves:
+        _resolve(hint, (), value, place)
     return [_walk(path, leaf, value, hint, place) for path, leaf in leaves]
 
 
@@ -223,7 +230,8 @@ def _resolve(hint, prefix: tuple, value, place: str):
         options = alternatives(hint)
         if len(options) == 1:
             break
-        hint = next((o for o in options if _fits(o, value)), None)
+        fitting = [option for option in options if _fits(option, value)]
+        hint = next((option for option in fitting if _suits(option, value, prefix)), next(iter(fitting), None))
         if hint is None:
             shown = " | ".join(map(hint_text, options))
             raise TypeMismatch(
@@ -238,7 +246,26 @@ def _resolve(hint, prefix: tuple, value, place: str):
                 f"{cls.__name__}"
             )
         hint = hint if type(value) is cls else type(value)
+    _check_container(hint, value, place)
     return hint, prefix
+
+
+def _check_container(hint, value, place: str) -> None:
+    """Refuses an array, or a mapping, where a sequence of arrays is annotated, a sequence for a mapping, and a tuple of
+    another length."""
+    cls, args = class_of(hint), typing.get_args(hint)
+    if not (isinstance(cls, type) and issubclass(cls, Sequence | Mapping) and array_types(hint)):
+        return
+    if is_array(value) or isinstance(value, Mapping if issubclass(cls, Sequence) else Sequence):
+        raise TypeMismatch(
+            f"a value must be the container of its annotation, got {typeof(value)} for {hint_text(hint)}, in {place}: "
+            f"make it a {cls.__name__.lower()}, or correct the annotation"
+        )
+    if cls is tuple and args and args[-1] is not Ellipsis and isinstance(value, Sequence) and len(value) != len(args):
+        raise TypeMismatch(
+            f"a tuple must have the length of its annotation, got {len(value)} for {len(args)}, in {place}: pass "
+            f"{len(args)}"
+        )
 
 
 def _fits(option, value) -> bool:
@@ -248,6 +275,20 @@ def _fits(option, value) -> bool:
         return is_array(value) and (not is_named(value) or len(option.shape.dims) <= len(value.names))
     origin = typing.get_origin(option) or option
     return isinstance(value, origin) if isinstance(origin, type) else option is typing.Any
+
+
+def _suits(option, value, prefix: tuple) -> bool:
+    """Whether an alternative that fits has an array's dtype, rank and names: of several, that one is meant."""
+    if isinstance(option, StackType):
+        return _suits(option.of, value, (*prefix, *option.prefix.dims))
+    if not isinstance(option, ArrayType):
+        return True
+    kind, array = option.under(Shape(prefix)), value.array if is_named(value) else value
+    more = len(array.shape) - len(kind.shape.dims)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype) if isinstance(array, np.ndarray | np.generic) else array.dtype
+    if kind.dtype not in (short_dtype(dtype), "shaped") or more < 0 or (more and not kind.shape.ellipsis):
+        return False
+    return not is_named(value) or same_names(kind.shape, tuple(value.names))
 
 
 def _step(value, hint, key):
@@ -260,11 +301,6 @@ def _step(value, hint, key):
     if isinstance(key, tree.SequenceKey):
         child, word = value[key.idx], f"[{key.idx}]"
         if typing.get_origin(hint) is tuple and not (len(args) == 2 and args[1] is Ellipsis):
-            if len(args) != len(value):
-                raise TypeMismatch(
-                    f"a tuple must have the length of its annotation, got {len(value)} for {len(args)}, in `{word}`: "
-                    f"pass {len(args)}"
-                )
             return child, args[key.idx], word
         return child, args[0] if args else None, word
     if isinstance(key, tree.DictKey):
