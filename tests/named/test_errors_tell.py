@@ -178,6 +178,27 @@ def test_what_jax_refuses_of_a_backward_rule_is_told_wherever_a_program_is_read(
             USES[use](jax.grad(lambda w, x: unsummed(x, w).sum()), w, x)
 
 
+def test_a_rule_of_ones_own_whose_gradient_has_other_names_is_told():
+    w, x = tr.ones({"embed": 4, "mlp": 2}), tr.ones({"batch": 2, "embed": 4})
+    dot = lambda w, x: tr.dot(x, w, over="embed")
+
+    def grad(backward):
+        product = jax.custom_vjp(dot)
+        product.defvjp(lambda w, x: (dot(w, x), (w, x)), lambda kept, gradient: backward(*kept))
+        return tr.grad(lambda w: product(w, x).sum())(w)
+
+    message = "a gradient for each argument, of its names in their order, got {} for 'embed mlp' and 'batch embed', in"
+    with pytest.raises(TypeMismatch, match=message.format("'mlp embed' and 'batch embed'")):
+        grad(lambda w, x: (w.rearrange("embed mlp -> mlp embed"), x))
+    with pytest.raises(TypeMismatch, match=message.format("'embed mlp'")):
+        grad(lambda w, x: (w,))
+
+    square = jax.custom_jvp(lambda w: w * w)
+    square.defjvp(lambda at, to: (square(*at), (2 * at[0] * to[0]).rename(mlp="heads")))
+    with pytest.raises(TypeMismatch, match="a tangent for each result.*, got 'embed heads' for 'embed mlp', in"):
+        tr.grad(lambda w: square(w).sum())(w)
+
+
 @pytest.mark.slow
 def test_a_map_in_manual_mode_may_settle_a_sum():
     @tr.shard_map

@@ -125,8 +125,28 @@ _RULES = {
 }
 
 
+# What JAX says of such rules where what they return has other names, or is of another number.
+_RULES_OF_NAMES = {
+    r"bwd output structure (?P<given>.*) for primal input structure (?P<wanted>.*)": (
+        "a custom backward rule must return a gradient for each argument, of its names in their order",
+        "rename or rearrange the gradient, or return None for an argument that has none",
+    ),
+    r"equal container \(pytree\) structures, but got (?P<wanted>.*) and (?P<given>.*) respectively": (
+        "a custom forward rule must return a tangent for each result, of its names in their order",
+        "rename or rearrange the tangent",
+    ),
+}
+# The names of a named array, as JAX writes what a tree is made of.
+_NAMES = re.compile(r"NamedArray\[\(\(([^)]*)\)")
+
+
 def _raise_of_a_rule(error: Exception, name: str) -> None:
-    """Puts JAX's error about a rule whose gradient or tangent is not where it belongs into our words."""
+    """Puts JAX's error about a rule whose gradient or tangent is not what or where it should be into our words."""
+    for said, (rule, fix) in _RULES_OF_NAMES.items():
+        found = re.search(said, str(error), re.DOTALL)
+        given, wanted = (_names(found[which]) if found else "" for which in ("given", "wanted"))
+        if given != wanted:
+            raise TypeMismatch(f"{rule}, got {given} for {wanted}, in the gradient of `{name}`: {fix}") from error
     for said, (rule, fix, around) in _RULES.items():
         found = re.search(said, str(error), re.DOTALL)
         types = {} if found is None else {key: text.rstrip(".,") for key, text in found.groupdict().items()}
@@ -139,3 +159,9 @@ def _raise_of_a_rule(error: Exception, name: str) -> None:
 
 def _unsliced(text: str) -> str:
     return _SLICES.sub("", text)
+
+
+def _names(tree: str) -> str:
+    """The names of a tree's named arrays, from JAX's text of it."""
+    named = [" ".join(re.findall(r"\w+", names)) for names in _NAMES.findall(tree)]
+    return " and ".join(f"'{names}'" for names in named) or "arrays without names"
