@@ -204,8 +204,20 @@ def test_data_takes_what_a_given_axis_leaves(capsys):
     assert adapt(kept.run, target("v5e:4x4"), kept.given)[0].mesh == kept.run.mesh
 
 
-def test_where_a_page_cannot_be_is_said_before_anything_is_planned(capsys, tmp_path):
+@pytest.mark.parametrize(("command", "option"), [("plan", "--page"), ("memory", "--svg")])
+def test_where_a_page_cannot_be_is_said_before_anything_is_planned(capsys, monkeypatch, tmp_path, command, option):
+    monkeypatch.setattr("trellis.hardware.chips.target", pytest.fail)
     for where, seen in ((tmp_path / "none" / "plan.html", "No such file"), (tmp_path, "Is a directory")):
-        assert main(["plan", "tiny", "--on", "v5e:2x2", "--page", str(where)]) == 2
+        assert main([command, "tiny", "--on", "v5e:2x2", option, str(where)]) == 2
         said = capsys.readouterr()
         assert not said.out and seen in said.err and str(where) in said.err
+
+
+@pytest.mark.parametrize("command", ["plan tiny --on 8xh100 --compile --costs", "prove tiny --on 8xh100 --programs"])
+def test_a_folder_to_write_to_that_is_a_file_is_said_at_once(capsys, monkeypatch, tmp_path, command):
+    monkeypatch.setattr("trellis.hardware.chips.target", pytest.fail)
+    (file := tmp_path / "file").write_text("")
+    for where in (file, file / "inside"):
+        assert main([*command.split(), str(where)]) == 2
+        said = capsys.readouterr().err
+        assert "seen:  Not a directory\n" in said and f"where: {file}\n" in said

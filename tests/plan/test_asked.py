@@ -116,6 +116,20 @@ def test_a_search_of_what_cannot_be_planned_says_why(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_page_of_a_search_that_plans_nothing_is_refused(tmp_path, capsys):
+    """The run has no plan on its own mesh, and on every other one its later steps do not fit."""
+    hardware, page = tmp_path / "chips.yaml", tmp_path / "plan.html"
+    hardware.write_text("pico: {like: h100, hbm_gib: 0.003, source: here}", encoding="utf-8")
+    sizes = ["--mesh.model", "3", "--mesh.data", "1", "--batch_size", "24", "--lengths", "[{step: 10, length: 128}]"]
+    asked = ["--search", "--json", "--page", str(page)]
+    assert main(["plan", "tiny", "--on", "3xpico", "--hardware", str(hardware), *sizes, *asked]) == 2
+    said = capsys.readouterr()
+    count = len(json.loads(said.out)["search"]["candidates"])
+    assert f"seen:  none of the {count} settings that the search tried can be planned\n" in said.err
+    assert "beside each, or leave --page out" in said.err and not page.exists()
+
+
+@pytest.mark.slow
 def test_what_narrow_products_bring(tmp_path, capsys):
     """Of each alone; A100s have no units for fp8, and gain by int8 what rounding does not take."""
     page = tmp_path / "plan.html"

@@ -1,6 +1,7 @@
 """The declaration of a command."""
 
 import argparse
+import errno
 import os
 import shlex
 import shutil
@@ -69,6 +70,20 @@ def some_path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("it needs a name, and has no letter")
     return text
+
+
+def check_place(path: Path) -> None:
+    """Refuses to write where there is no folder, or a folder of this name, before anything takes time."""
+    if path.is_dir() or not path.parent.is_dir():
+        number = errno.EISDIR if path.is_dir() else errno.ENOENT
+        raise OSError(number, os.strerror(number), str(path))
+
+
+def check_folder(path: Path) -> None:
+    """Refuses a folder to write to that is a file, or lies in one, before anything takes time."""
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
 
 
 def check_counts(args: argparse.Namespace, *names: str) -> None:

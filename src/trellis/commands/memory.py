@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from trellis.commands.command import Command, with_options
+from trellis.commands.command import Command, check_place, some_path, with_options
 from trellis.errors import UserError
 
 
@@ -13,7 +13,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `trellis memory`."""
     parser.add_argument("--on", metavar="TARGET", help="hardware that is not here (default: this machine's devices)")
     parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the format of the built-in table")
-    parser.add_argument("--svg", metavar="FILE.svg", help="also write a picture, with an area for each named buffer")
+    parser.add_argument(
+        "--svg",
+        type=some_path,
+        metavar="FILE.svg",
+        help="also write a picture, with an area for each named buffer",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -27,6 +32,8 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.plan.ways_to_fit import excess_text, ways_to_fit
     from trellis.run.unheeded import check_given
 
+    if args.svg:
+        check_place(Path(args.svg))
     where, devices = _hardware(args)
     run, changed = adapt(args.run, where, args.given) if args.on else (args.run, [])
     check_given(run, args.given)

@@ -2,19 +2,19 @@
 
 import argparse
 import dataclasses
-import errno
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trellis.commands.command import Command, some_path, whole, with_options
+from trellis.commands.command import Command, check_folder, check_place, some_path, whole, with_options
 from trellis.errors import UserError
 
 if TYPE_CHECKING:
     from trellis.hardware.chips import Target
+    from trellis.plan.quick import Plan
+    from trellis.plan.search import Found
     from trellis.run.config import Run
 
 # How many settings a search compiles, if it is not said.
@@ -52,10 +52,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="also write a page; plan.html if no file is named",
     )
     parser.add_argument(
-        "--costs", metavar="FOLDER",
+        "--costs", type=some_path, metavar="FOLDER",
         help="with --compile, for GPUs: schedule the step by its estimates, and print the option to train with",
     )  # fmt: skip
-    parser.add_argument("--save", metavar="FILE", help="with --compile: save what the compiler made, for --against")
+    parser.add_argument(
+        "--save", type=some_path, metavar="FILE", help="with --compile: save what the compiler made, for --against"
+    )
     parser.add_argument(
         "--against",
         metavar="FILE",
@@ -85,7 +87,9 @@ def execute(args: argparse.Namespace) -> int:
 
     before = _before(args)
     for file in filter(None, (args.page, args.save)):
-        _check_place(Path(file))
+        check_place(Path(file))
+    if args.costs:
+        check_folder(Path(args.costs))
     where = target(args.on, args.hardware)
     if args.costs:
         check_takes_costs(where)
@@ -152,26 +156,19 @@ def execute(args: argparse.Namespace) -> int:
         out["search"] = search_json(found)
         if not args.json:
             print("\n" + frontier_text(found))
+    if args.json:
+        print(json.dumps(out, indent=1))
     if args.page:
         from trellis.pages.plan import page
 
-        plan = plan or next(c.plan for c in found.candidates if c.plan)
+        plan = plan or _any_plan(found, where)
         Path(args.page).write_text(
             page(plan, verdict, found, fitted=changed, ways=more, narrow=narrow, advised=advised, phases=plans),
             encoding="utf-8",
         )
         print(f"page written to {args.page}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(out, indent=1))
     faulty = verdict is not None and verdict.structure is not None and not verdict.structure.right
     return 3 if faulty or (held is not None and held.worse) else 0
-
-
-def _check_place(path: Path) -> None:
-    """Refuses to write where there is no folder, or a folder of this name, before anything takes time."""
-    if path.is_dir() or not path.parent.is_dir():
-        number = errno.EISDIR if path.is_dir() else errno.ENOENT
-        raise OSError(number, os.strerror(number), str(path))
 
 
 def _before(args: argparse.Namespace) -> Any:
@@ -209,6 +206,19 @@ def _held(args: argparse.Namespace, run: Any, plan: Any, verdict: Any, before: A
         after.write(Path(args.save))
         print(f"plan written to {args.save}", file=sys.stderr)
     return changes(before, after, BOUND if args.bound is None else args.bound) if before is not None else None
+
+
+def _any_plan(found: "Found", where: "Target") -> "Plan":
+    """The first plan of a search, for the page of a run that cannot be planned as it is."""
+    plan = next((c.plan for c in found.candidates if c.plan), None)
+    if plan is None:
+        raise UserError(
+            "A page must be about a run that can be planned.",
+            seen=f"none of the {len(found.candidates)} settings that the search tried can be planned",
+            where=f"--page, on {where.name}",
+            fix="change what holds the settings back, as the search says beside each, or leave --page out",
+        )
+    return plan
 
 
 def _price(price: float | None) -> float | None:

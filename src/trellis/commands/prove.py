@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trellis.commands.command import Command, whole
+from trellis.commands.command import Command, check_folder, some_path, whole
 
 if TYPE_CHECKING:
     from trellis.proof.proof import Proof
@@ -24,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--programs",
+        type=some_path,
         metavar="DIR",
         help="write the compiled program and, if it is wrong, the ones around the mistake",
     )
@@ -38,6 +39,8 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.proof.runs import prove_run
     from trellis.train.compilation import use_persistent_cache
 
+    if args.programs:
+        check_folder(Path(args.programs))
     where = target(args.on, args.hardware)
     use_persistent_cache()
     how = {"explain": not args.no_reason, "progress": True, "seed": args.seed}
