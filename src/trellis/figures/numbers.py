@@ -31,12 +31,15 @@ def flop_rate(per_second: float) -> str:
 
 
 def dollars(value: float) -> str:
-    """A price, with cents if they matter.
+    """A price, with cents if they matter, and as three digits if it is less than ten cents.
 
-    >>> dollars(1.164), dollars(99.5), dollars(1234.5)
-    ('$1.16', '$99.50', '$1,234')
+    >>> dollars(1.164), dollars(99.5), dollars(1234.5), dollars(0.001), dollars(0.01234)
+    ('$1.16', '$99.50', '$1,234', '$0.001', '$0.0123')
     """
-    return f"${value:,.0f}" if value >= 100 else f"${value:.2f}"
+    if 0 < value < 0.1:
+        digits = f"{value:.{2 - math.floor(math.log10(value))}f}"
+        return f"${digits.rstrip('0'):0<4}"
+    return f"${value:,.0f}" if value >= 99.995 else f"${value:.2f}"
 
 
 def seconds(value: float) -> str:
