@@ -6,6 +6,7 @@ A collective over two mesh axes counts for each of them what one over each axis 
 how XLA writes some of them.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -67,6 +68,19 @@ def test_a_number_over_two_axes_and_each_devices_best_are_no_more_than_their_row
     assert structure.right and not structure.besides, structure
     assert not any(match.ways["an equal one"] for match in structure.matches), structure
     assert sorted(row.dtype for row in found if row.kind == "all-gather") == ["f32", "i32"]
+
+
+@pytest.mark.parametrize("spec", [P("data", "model"), P(None, "model", "data"), P(("data", "model"))])
+def test_sums_over_two_axes_that_are_taken_at_once_or_in_steps_agree(spec):
+    """Those of two dimensions are taken one after the other here, some together; none of them may be missing."""
+    program = lambda x: (x.sum((0, 1)), jnp.sin(x).sum((1, 2)), x.max(), x.sum(), (x**2).sum())
+    found, compiled, structure = _both(program, [arg((16, 24, 8), *spec)], mesh_of(jax.devices()), {})
+    one, other = compare(found, compiled), compare(compiled, dataclasses.replace(found, mesh=compiled.mesh))
+    assert one.agrees() and other.agrees() and structure.right
+    assert {axis: -more for axis, more in other.stepped.items()} == dict(one.stepped)
+    for row in compiled:
+        fewer = dataclasses.replace(compiled, rows=tuple(other for other in compiled if other is not row))
+        assert not compare(found, fewer).agrees(), row
 
 
 @pytest.mark.slow

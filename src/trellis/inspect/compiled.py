@@ -21,6 +21,7 @@ from trellis.frames import in_a_library
 from trellis.inspect.collective import Collective, collectives_in
 from trellis.inspect.hlo import Instruction, Program, parse_program
 from trellis.inspect.rows import Ledger, Row, wire_bytes
+from trellis.inspect.ways import in_blocks
 from trellis.program.pairs import axes_met, axes_of_pairs
 from trellis.program.scopes import direction_of as pass_of
 from trellis.program.scopes import names_of
@@ -79,7 +80,8 @@ def collective_rows(
         axes = sent or axes_met(found.groups, mesh.shape)
         if not axes:
             continue
-        payload = sum(found.payload(array) for array in found.arrays)
+        payloads = tuple(found.payload(array) for array in found.arrays)
+        payload = sum(payloads)
         yield (
             found,
             Row(
@@ -94,6 +96,7 @@ def collective_rows(
                 source=program.source(found.origin, in_a_library),
                 note="asynchronous" if found.asynchronous else "",
                 reduction=found.reduction,
+                payloads=payloads if len(payloads) > 1 else (),
             ),
         )
 
@@ -107,15 +110,23 @@ class Comparison:
         kinds: the same for each (axis, kind).
         rounded: by how many bytes both may differ for each axis, since each row is whole bytes, as are two thirds of
             one sum and of its two halves.
+        stepped: how many bytes the program sends more for each axis because it takes a sum over several mesh axes over
+            one after the other, the whole array each time; less than 0 where it takes such sums of the ledger as one.
     """
 
     axes: Mapping[str, tuple[int, int]]
     kinds: Mapping[tuple[str, str], tuple[int, int]]
     rounded: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    stepped: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def agrees(self, *, relative: float = 0.0, absolute: int = 0) -> bool:
-        """Whether every mesh axis has the same bytes, within a fraction of the larger or a number of bytes."""
-        near = lambda axis, a, b: abs(a - b) <= max(relative * max(a, b), absolute, self.rounded.get(axis, 0))
+        """Whether every mesh axis has the same bytes, within a fraction of the larger or a number of bytes, and but for
+        sums over several mesh axes that are the same sums in steps (`stepped`)."""
+
+        def near(axis: str, a: int, b: int) -> bool:
+            a += self.stepped.get(axis, 0)
+            return abs(a - b) <= max(relative * max(a, b), absolute, self.rounded.get(axis, 0))
+
         return all(near(axis, *both) for axis, both in self.axes.items())
 
     def __str__(self) -> str:
@@ -153,7 +164,39 @@ def compare(ledger: Ledger, compiled: Ledger, *, scatter_as_reduce: bool = False
                 rounded[axis] += row.times if size & (size - 1) else 0  # a power of two divides what it slices
                 kinds.setdefault((axis, "all-reduce" if scattered else row.kind), [0, 0])[side] += total
     both = lambda sums: {key: (ledger, program) for key, (ledger, program) in sums.items()}
-    return Comparison(both(axes), both(kinds), dict(rounded))
+    return Comparison(both(axes), both(kinds), dict(rounded), _stepped(ledger, compiled, scatter_as_reduce))
+
+
+def _stepped(ledger: Ledger, compiled: Ledger, scatter_as_reduce: bool) -> dict[str, int]:
+    """Bytes for each mesh axis that a program sends more than its ledger says because of sums in steps."""
+    kinds = ("all-reduce", "reduce-scatter") if scatter_as_reduce else ("all-reduce",)
+    over: Counter[tuple[str, frozenset[str], int]] = Counter()  # how many more sums over these axes the ledger has
+    for sign, table in ((1, ledger), (-1, compiled)):
+        for row in table.rows:
+            for payload in (row.payloads or (row.payload,)) if row.kind in kinds else ():
+                over[row.reduction, frozenset(row.axes), payload] += sign * row.times
+    found: Counter[str] = Counter()
+    mesh = Ledger((), compiled.mesh)
+
+    def send(axes: frozenset[str], payload: int, runs: int) -> None:
+        sent = wire_bytes("all-reduce", math.prod(mesh.mesh[axis] for axis in axes), payload)
+        row = Row(kind="all-reduce", axes=tuple(axes), what="", dtype="", payload=payload, wire=sent)
+        for axis, wire in mesh.split(row):
+            found[axis] += wire * runs
+
+    for how, axes, payload in sorted(filter(over.get, over), key=lambda key: -len(key[1])):
+        for blocks in in_blocks(sorted(axes)):
+            runs, steps = over[how, axes, payload], [(how, block, payload) for block in blocks]
+            sign = 1 if runs > 0 else -1
+            done = min(abs(runs), *(-sign * over[step] for step in steps))
+            if len(blocks) == 1 or done <= 0:
+                continue
+            over[how, axes, payload] -= sign * done
+            send(axes, payload, -sign * done)
+            for step in steps:
+                over[step] += sign * done
+                send(step[1], payload, sign * done)
+    return dict(found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

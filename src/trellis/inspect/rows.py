@@ -49,6 +49,7 @@ class Row:
         number, made, read: the numbers of its operation, of that which makes what it moves, and of the first that reads
             what comes.
         awaited: whether layers read what comes, or wait for it: a fence has it beside what they read.
+        payloads: of a collective that moves several arrays at once, the payload of each.
     """
 
     kind: str
@@ -78,6 +79,7 @@ class Row:
     made: int = dataclasses.field(default=-1, compare=False, repr=False)
     read: int = dataclasses.field(default=-1, compare=False, repr=False)
     awaited: bool = dataclasses.field(default=False, compare=False, repr=False)
+    payloads: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def axis(self) -> str:

@@ -114,17 +114,17 @@ def _blocks(
     axes: frozenset[str], elements: int, sizes: Mapping[str, int]
 ) -> Iterator[tuple[list[frozenset[str]], list[int]]]:
     """Mesh axes in two or more steps, and the elements of a scatter's array before each of them."""
-    for blocks in _orders(sorted(axes)):
+    for blocks in in_blocks(sorted(axes)):
         if len(blocks) > 1:
             counts = [math.prod(sizes[axis] for axis in block) for block in blocks]
             yield blocks, [elements // math.prod(counts[:index]) for index in range(len(blocks))]
 
 
-def _orders(axes: list[str]) -> Iterator[list[frozenset[str]]]:
+def in_blocks(axes: list[str]) -> Iterator[list[frozenset[str]]]:
     """Every way to take some axes, then some others, until none is left."""
     if not axes:
         yield []
     for count in range(1, len(axes) + 1):
         for first in itertools.combinations(axes, count):
-            for others in _orders([axis for axis in axes if axis not in first]):
+            for others in in_blocks([axis for axis in axes if axis not in first]):
                 yield [frozenset(first), *others]
