@@ -133,6 +133,16 @@ def test_measures(over):
     np.testing.assert_allclose(found.balance, wanted, rtol=1e-5)
 
 
+@pytest.mark.parametrize("over", ["batch", "sequence"])
+def test_what_counts_is_the_same_along_names_that_it_lacks(over):
+    choices, how = choose(SCORES, CHOICES), Routing(balance_over=over)
+    for counted in (COUNTED["batch", 0], COUNTED["pos", 2], COUNTED["batch", 0]["pos", 0]):
+        found = measure(SCORES, choices, counted, how)
+        wanted = measure(SCORES, choices, counted.broadcast_to(COUNTED.axes), how)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.slow
 def test_an_even_load_has_balance_one():
     scores = named(jnp.zeros((1, EXPERTS, EXPERTS)), "batch pos routes")

@@ -88,7 +88,8 @@ def measure(
     Args:
         scores: `f32["batch pos routes"]`, as the router makes them.
         choices: before any is dropped.
-        counted: `f32["batch pos"]`, how much each token counts, as in the language model's loss.
+        counted: `f32["batch pos"]`, how much each token counts, as in the language model's loss. Without one of these
+            names, the same for all along it.
         routing: how scores become chances, and what shares are counted over.
         shares: `f32["routes"]`, which add up to 1, if this is a part of a batch; otherwise they are counted here.
     """
@@ -105,6 +106,7 @@ def measure_each(
         routing, shares: as there.
     """
     added = lambda each: functools.reduce(operator.add, each)
+    parts = [(scores, choices, _of_each_token(counted, choices)) for scores, choices, counted in parts]
     axis = Axis("routes", parts[0][0].shape["routes"])
     picks = [one_hot(choices.ids, axis).sum("choices") * counted for _, choices, counted in parts]
     load = added(picks).sum(("batch", "pos"))  # added up first, so they are summed over devices once
@@ -113,6 +115,12 @@ def measure_each(
         shares = load / jnp.maximum(added([counted for *_, counted in parts]).sum().array * count, 1e-6)
     losses = [_losses(*part, mine, routing, shares) for part, mine in zip(parts, picks, strict=True)]
     return Routed(load, *map(added, zip(*losses, strict=True)))
+
+
+def _of_each_token(counted: NamedArray, choices: Choices) -> NamedArray:
+    """How much each token counts, also where it is given once for all sequences, or for all positions of one."""
+    tokens = tuple(axis for axis in choices.ids.axes if axis.name != "choices")
+    return counted if {*counted.names} == {axis.name for axis in tokens} else counted.broadcast_to(tokens)
 
 
 def _losses(scores, choices: Choices, counted, picks, routing: Routing, shares) -> tuple[jax.Array, jax.Array]:
