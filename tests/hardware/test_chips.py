@@ -90,6 +90,16 @@ def test_own_chips(tmp_path):
         ("a: {like: h100, matmul_efficiency: 90}", "A share must be at most 1."),
         ("a: {like: h100, kind: npu}", "write tpu or gpu"),
         ("a: {like: h100, overlap: [all]}", "write overlap: [gathers, reductions]"),
+        ("a: {like: h100, overlap: gathers}", "seen:  a.overlap: gathers\n"),
+        ("a: {like: [h100]}", "`like` must name a known chip."),
+        ("a: {like: h100, bf16_tflops: null}", "add `bf16_tflops`"),
+        ("a: {like: h100, bf16_tflops: 1e3}", "A rate must be a number, as YAML reads one."),
+        ("a: {like: h100, hbm_gib: 1.0e+300}", "A rate must be a positive number."),
+        ("a: {like: h100, links: 3}", "Only a TPU has sides of a torus."),
+        ("a: {like: v5e, kind: gpu}", "Only a TPU has sides of a torus."),
+        ("a: {like: v5e, links: 4}", "A torus must have at most 3 sides."),
+        ("a: {like: v5p, devices_per_chip: 2}", "Only chips like v7x are several JAX devices."),
+        ("a: {like: h100, devices_per_chip: 2}", "Only chips like v7x are several JAX devices."),
         ("- 3", "A hardware file must map names to entries."),
         ("mine: 3", "A hardware file must map names to entries.\n  seen:  mine: 3"),
         ("a: [", "A hardware file must be readable YAML."),
@@ -101,6 +111,16 @@ def test_own_chips_that_are_wrong(tmp_path, text, said):
     with pytest.raises(UserError) as error:
         target("8xh100", str(file))
     assert said in str(error.value) and f"where: {file}" in str(error.value)
+
+
+def test_own_chips_come_before_the_clouds_names_of_others(tmp_path):
+    file = tmp_path / "mine.yaml"
+    mine = "v5litepod: {like: v5e, hbm_gib: 3}", "my-v7x: {like: v7x}", "gpu: {like: v5e, kind: gpu, links: null}"
+    file.write_text("\n".join(mine))
+    assert target("v5litepod:2x2", str(file)).chip.hbm_bytes == 3 * 2**30
+    assert target("v5litepod-4").chip.name == "v5e"
+    assert len(described_devices(target("my-v7x:2x2x1", str(file)))) == 8
+    assert target("2x8xgpu", str(file)).chip.torus == 0
 
 
 def test_a_missing_file():

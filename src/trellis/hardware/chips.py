@@ -11,7 +11,7 @@ import functools
 import importlib.resources
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from trellis.errors import UserError, did_you_mean
 from trellis.files import load_yaml
@@ -114,8 +114,11 @@ class Chip:
     @property
     def device_kind(self) -> str:
         """JAX's name for the device."""
-        maker = "TPU" if self.kind == "tpu" else "NVIDIA"
-        return self.device_kinds[0] if self.device_kinds else f"{maker} {self.name.upper()}"
+        return _device_kind(self.kind, self.name, self.device_kinds)
+
+
+def _device_kind(kind: str, name: str, known: Sequence[str]) -> str:
+    return known[0] if known else f"{'TPU' if kind == 'tpu' else 'NVIDIA'} {name.upper()}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +164,7 @@ _FIELDS = {
     "matmul_efficiency", "attention_efficiency", "whole_attention_efficiency", "float32_share", "tile", "fill",
     "attention_fill", "grouped_efficiency", "processors", "overlap", "device_kinds",
 }  # fmt: skip
+_MOST = 1e18  # so that no rate is infinite
 _COUNTS = {"links", "devices_per_chip", "tile", "processors"}
 _SHARES = {"matmul_efficiency", "attention_efficiency", "whole_attention_efficiency", "grouped_efficiency",
            "float32_share"}  # fmt: skip
@@ -180,6 +184,7 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
                 "A hardware entry can have only known fields.", seen=f"{name}.{key}", where=where,
                 fix=did_you_mean(str(key), _FIELDS),
             )  # fmt: skip
+    entry = {key: value for key, value in entry.items() if value is not None}
     missing = [key for key in _REQUIRED if key not in entry]
     if missing:
         raise UserError(
@@ -193,29 +198,36 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
             where=where,
             fix="write tpu or gpu",
         )
-    for word in entry.get("overlap") or ():
-        if word not in ("gathers", "reductions"):
-            raise UserError(
-                "`overlap` must list gathers, reductions, or both.",
-                seen=f"{name}.overlap: {word}",
-                where=where,
-                fix="write overlap: [gathers, reductions], or one of them",
-            )  # fmt: skip
-    kinds = entry.get("device_kinds") or []
+    hidden = entry.get("overlap", [])
+    if not isinstance(hidden, list) or any(word not in ("gathers", "reductions") for word in hidden):
+        raise UserError(
+            "`overlap` must list gathers, reductions, or both.", seen=f"{name}.overlap: {hidden}", where=where,
+            fix="write overlap: [gathers, reductions], or one of them",
+        )  # fmt: skip
+    kinds = entry.get("device_kinds", [])
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise UserError(
             "`device_kinds` must be a list of strings.", seen=f"{name}.device_kinds: {kinds}", where=where,
             fix="write device_kinds: [NVIDIA H100]",
         )  # fmt: skip
     words = {"kind", "source", "like", "overlap", "device_kinds"}
-    rates = {key: entry[key] for key in _FIELDS - words if entry.get(key) is not None}
+    rates = {key: value for key, value in entry.items() if key not in words}
+    called = _device_kind(entry["kind"], name, kinds)
     for key, value in rates.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        if isinstance(value, str):
+            rule, fix = "A rate must be a number, as YAML reads one.", "write it without quotes; 1e30 as 1.0e+30"
+        elif not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < _MOST:
             rule, fix = "A rate must be a positive number.", "write a number"
         elif key in _COUNTS and value % 1:
             rule, fix = "A count must be a whole number.", f"write {max(1, round(value))}"
         elif key in _SHARES and value > 1:
             rule, fix = "A share must be at most 1.", f"write {value / 100:g} for {value:g} percent"
+        elif key == "links" and entry["kind"] == "gpu":
+            rule, fix = "Only a TPU has sides of a torus.", "leave `links` out, or write links: null"
+        elif key == "links" and value > 3:
+            rule, fix = "A torus must have at most 3 sides.", "write 2 or 3"
+        elif key == "devices_per_chip" and value > 1 and not called.startswith("TPU7x"):
+            rule, fix = "Only chips like v7x are several JAX devices.", "write devices_per_chip: 1"
         else:
             continue
         raise UserError(rule, seen=f"{name}.{key}: {value}", where=where, fix=fix)
@@ -248,7 +260,7 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
         attention_fill=entry.get("attention_fill", 0.0),
         grouped_efficiency=entry.get("grouped_efficiency", 1.0),
         processors=entry.get("processors"),
-        overlap=tuple(entry.get("overlap") or ()),
+        overlap=tuple(hidden),
         source=str(entry["source"]),
         device_kinds=tuple(kinds),
     )
@@ -322,7 +334,7 @@ def chips(extra: str | None = None) -> dict[str, Chip]:
                     "A chip's name must be a letter, and then letters, digits and hyphens: targets are read so.",
                     seen=f"`{key}`", where=extra, fix="write rtx-5090: {like: h100, ...}, and --on 8xrtx-5090",
                 )  # fmt: skip
-            if like is not None and like not in entries:
+            if like is not None and (not isinstance(like, str) or like not in entries):
                 raise UserError(
                     "`like` must name a known chip.", seen=f"{name}.like: {like}", where=extra,
                     fix=did_you_mean(str(like), entries),
@@ -359,7 +371,7 @@ def target(name: str, hardware: str | None = None) -> Target:
         if hosts >= 1 and per_host >= 1:
             return Target(name=name, chip=known[match[3]], shape=(hosts, per_host), wrap=(False, False))
     match = _TPU.fullmatch(text)
-    chip = known.get(_CLOUDS_NAMES.get(match[2], match[2])) if match else None
+    chip = (known.get(match[2]) or known.get(_CLOUDS_NAMES.get(match[2], ""))) if match else None
     if match and chip and chip.kind == "tpu" and int(match[1] or 1) >= 1:
         generation = {"v7x": "tpu7x"}.get(chip.name, chip.name)
         separator = ":" if "x" in match[3] or ":" in text else "-"
