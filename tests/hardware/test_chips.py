@@ -64,6 +64,12 @@ def test_unknown_targets_offer_near_names(name, near):
     assert near in message
 
 
+@pytest.mark.parametrize("name", ["99999999xh100", "40000x8xh100", "2000xv5e:16x16"])
+def test_targets_of_more_devices_than_can_be_looked_at(name):
+    with pytest.raises(UserError, match="A target must have at most 262,144 devices"):
+        target(name)
+
+
 def test_own_chips(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("h100-pcie: {like: h100, bf16_tflops: 756, link_gbps: 64, source: a data sheet of mine}\n")

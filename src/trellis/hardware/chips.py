@@ -20,6 +20,9 @@ from trellis.mesh.topology import TopologyError, parse_slice
 # The share of the published memory bandwidth that streaming code reaches.
 MEMORY_EFFICIENCY = 0.85
 
+# More devices than there are of one kind in one place; a description of each takes a kilobyte.
+MOST_DEVICES = 2**18
+
 # Default GB/s between a device and its host, in one direction: 16 lanes of PCIe 3.
 HOST_GBPS = 16
 
@@ -362,8 +365,18 @@ def target(name: str, hardware: str | None = None) -> Target:
         hardware: the path of a YAML file with the user's own chips.
 
     Raises:
-        UserError: there is no such chip or slice; the message offers similar names.
+        UserError: there is no such chip or slice, and the message offers similar names; or it has too many devices.
     """
+    found = _target(name, hardware)
+    if found.num_devices > MOST_DEVICES:
+        raise UserError(
+            f"A target must have at most {MOST_DEVICES:,} devices: a plan looks at each.",
+            seen=f"{name}, {found.num_devices:,} devices", where="--on", fix="name fewer hosts, slices or chips",
+        )  # fmt: skip
+    return found
+
+
+def _target(name: str, hardware: str | None) -> Target:
     known = chips(hardware)
     text = name.strip().lower()
     if (match := _GPU.fullmatch(text)) and match[3] in known and known[match[3]].kind == "gpu":
