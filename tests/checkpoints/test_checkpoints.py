@@ -467,14 +467,6 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, wide):
     assert checkpoints.steps() == []
 
 
-@pytest.mark.parametrize("count", [0, 2.5, "2", None])
-def test_a_run_keeps_its_newest_checkpoint(tmp_path, count):
-    with pytest.raises(UserError, match=f"must keep a whole number of its newest(.|\n)*keep_latest={count!r}"):
-        Checkpoints(tmp_path, keep_latest=count)
-    with pytest.raises(UserError, match="Checkpoints of multiples of a step are kept from step 1 on"):
-        Checkpoints(tmp_path, keep_every=count or 0)
-
-
 def test_a_folder_that_is_gone_is_told_by_the_system_and_leaves_no_thread(tmp_path, wide):
     state, folder = state_on(wide), tmp_path / "checkpoints"
     with Checkpoints(folder) as checkpoints:

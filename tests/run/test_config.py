@@ -465,3 +465,20 @@ def test_what_is_no_number_is_refused(make):
     with pytest.raises(UserError) as error:
         make(math.nan)
     assert "nan" in str(error.value.seen)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule", "where"),
+    [
+        ({"process": -1}, "from 0 to the number of processes minus 1", "process"),
+        ({"coordinator": "h:1", "processes": 2, "process": 2}, "from 0 to the number of processes minus 1", "process"),
+        ({"processes": 0}, "must be 2 or more", "processes"),
+        ({"coordinator": "h:1", "processes": 1}, "must be 2 or more", "processes"),
+        ({"coordinator": "h"}, "must be an address and a port", "coordinator"),
+    ],
+)
+def test_processes_that_no_run_has_are_refused_where_they_are_written(wrong, rule, where):
+    with pytest.raises(UserError, match=rule) as error:
+        Distributed(**wrong)
+    assert error.value.where == where and f"{where}=" in error.value.seen
+    assert Distributed(processes=1, process=0).process == 0

@@ -1,9 +1,11 @@
 """Checks of what a save or a restore is asked for, before anything is written or read."""
 
 import json
+import numbers
 import operator
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +14,44 @@ from jax.sharding import AbstractMesh
 from trellis._compat import is_tracer
 from trellis.checkpoints.entries import Entry, shown
 from trellis.checkpoints.manifest import read_manifest
+from trellis.choices import is_count
 from trellis.errors import UserError, shortened
+
+
+def check_options(keep_latest: Any, keep_every: Any, timeout: Any, host_bytes: Any) -> None:
+    """Refuses numbers that `Checkpoints` cannot go by.
+
+    Raises:
+        UserError: names the first.
+    """
+    if not is_count(keep_latest):
+        raise UserError(
+            "A run must keep a whole number of its newest checkpoints, at least one.",
+            seen=f"keep_latest={keep_latest!r}",
+            where="checkpoints.keep_latest",
+            fix="use 1 or more",
+        )
+    if keep_every is not None and not is_count(keep_every):
+        raise UserError(
+            "Checkpoints of multiples of a step are kept from step 1 on.",
+            seen=f"keep_every={keep_every!r}",
+            where="checkpoints.keep_every",
+            fix="use 1 or more, or None to keep no others",
+        )
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not float(timeout) > 0:
+        raise UserError(
+            "A process must wait a number of seconds above 0 for the others' files.",
+            seen=f"timeout={timeout!r}",
+            where="Checkpoints",
+            fix="use 600, for example, or leave it out",
+        )
+    if host_bytes is not None and not is_count(host_bytes):
+        raise UserError(
+            "The host's memory for a save must be a whole number of bytes, at least one.",
+            seen=f"host_bytes={host_bytes!r}",
+            where="Checkpoints",
+            fix="use 10**9, for example, or None to copy all of a state first",
+        )
 
 
 def number_of(step: int) -> int:

@@ -19,7 +19,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from trellis.checkpoints.asked import check_content, check_newest, check_places, number_of, stored_name
+from trellis.checkpoints.asked import (
+    check_content,
+    check_newest,
+    check_options,
+    check_places,
+    number_of,
+    stored_name,
+)
 from trellis.checkpoints.entries import entries, rebuild
 from trellis.checkpoints.held import held_by_another, hold, let_go, make
 from trellis.checkpoints.manifest import (
@@ -36,7 +43,6 @@ from trellis.checkpoints.manifest import (
 )
 from trellis.checkpoints.matching import check_fit, check_names, clear_padding
 from trellis.checkpoints.room import NoRoom, explained, tell_once
-from trellis.choices import is_count
 from trellis.errors import UserError
 from trellis.mesh.meshes import sharding_of
 from trellis.run.folder import check_path
@@ -120,20 +126,7 @@ class Checkpoints:
         read_only: bool = False,
         host_bytes: int | None = None,
     ):
-        if not is_count(keep_latest):
-            raise UserError(
-                "A run must keep a whole number of its newest checkpoints, at least one.",
-                seen=f"keep_latest={keep_latest!r}",
-                where="checkpoints.keep_latest",
-                fix="use 1 or more",
-            )
-        if keep_every is not None and not is_count(keep_every):
-            raise UserError(
-                "Checkpoints of multiples of a step are kept from step 1 on.",
-                seen=f"keep_every={keep_every!r}",
-                where="checkpoints.keep_every",
-                fix="use 1 or more, or None to keep no others",
-            )
+        check_options(keep_latest, keep_every, timeout, host_bytes)
         check_path(Path(folder))
         self.folder = Path(folder).absolute()
         self._keep_latest, self._keep_every = keep_latest, keep_every

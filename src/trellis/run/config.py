@@ -16,6 +16,7 @@ from trellis.run.cpu import Cpu
 from trellis.run.data import Data, MixtureSource
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
 from trellis.run.lengths import Phase, SequenceLength, phases
+from trellis.run.processes import check_processes
 from trellis.run.schema import at_least
 
 # On the usual file systems the name of a file has at most 255 bytes, of which a date takes a few.
@@ -179,6 +180,7 @@ class Distributed:
 
     def __post_init__(self):
         check_choices(self)
+        check_processes(self.coordinator, self.processes, self.process)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from trellis.errors import UserError
 from trellis.figures.numbers import duration
 from trellis.hardware.platform import has_tpu
 from trellis.interrupts import ended_by_interrupts, instead_of_abort
+from trellis.run.processes import check_processes
 from trellis.train.stopping import leave_at_once
 
 # Seconds. A process that waits for others longer than this says so.
@@ -194,27 +195,7 @@ def _from_options(coordinator: str | None, processes: int | None, process: int |
             where=where,
             fix=f"add {missing}",
         )
-    if not re.fullmatch(r".+:[0-9]{1,5}", coordinator) or not 0 < int(coordinator.rpartition(":")[2]) < 2**16:
-        raise UserError(
-            "A coordinator must be an address and a port.",
-            seen=coordinator,
-            where=where,
-            fix="write it as HOST:PORT, with a port from 1 to 65535",
-        )
-    if processes < 2:
-        raise UserError(
-            "The number of processes must be 2 or more.",
-            seen=f"--distributed.processes {processes}",
-            where=where,
-            fix="for one process use --distributed.processes 1 alone, or leave the options out",
-        )
-    if not 0 <= process < processes:
-        raise UserError(
-            "A process must have a number from 0 to the number of processes minus 1.",
-            seen=f"process {process} of {processes}",
-            where=where,
-            fix=f"use 0 to {processes - 1}",
-        )
+    check_processes(coordinator, processes, process, where="--distributed.{}")
     # Otherwise JAX would take the devices of this process from the cluster around it.
     return {
         "coordinator_address": coordinator,
