@@ -151,11 +151,6 @@ def test_errors_arrive_where_the_batch_is_asked_for(batches):
         next(loader)
 
 
-def test_what_is_not_batches_is_an_error_and_not_waited_for(batches):
-    with Loader(batches.data, sharding((1,), ())) as loader, pytest.raises(AttributeError, match="num_steps"):
-        next(loader)
-
-
 def test_it_ends_with_the_data(batches):
     finite = Batches(batches.data, sequence_length=16, batch_size=8, max_epochs=1)
     with Loader(finite, sharding((8,), ("data",))) as loader:

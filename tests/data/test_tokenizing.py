@@ -424,7 +424,7 @@ def test_a_filter_that_fails(tmp_path):
         ({"use_bytes": False}, "Tokenizing needs exactly one tokenizer."),
         ({"train_bpe": 300}, "Tokenizing needs exactly one tokenizer."),
         ({"on_error": "ignore"}, "`on_error` must be fail or skip."),
-        ({"chunk_tokens": 0}, "The sizes of chunks and of the training sample must be 1 or more."),
+        ({"chunk_tokens": 0}, "`chunk_tokens` must be a whole number, 1 or more."),
         ({"workers": -1}, "Workers must be a number of processes, or a Ray cluster."),
         (
             {"use_bytes": False, "train_bpe": 9},

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from trellis.choices import is_count
+from trellis.data.arguments import flag
 from trellis.data.batch import Batch
 from trellis.data.order.order import Order, Shuffle, windowed
 from trellis.data.order.packing import open_rows, padding, pick
@@ -111,11 +113,15 @@ class Batches:
         mask_documents: bool = True,
     ):
         _check(data, seed, shuffle)
+        pad_last, mask_documents = (
+            flag(pad_last, "pad_last", "Batches"),
+            flag(mask_documents, "mask_documents", "Batches"),
+        )
         seed = int(seed)  # keys of an order are Python's numbers, which have no size
         self.seed, self.data = seed, data
         self.sizes, self._pad_last = BatchSizes(batch_size, sequence_length), pad_last
         self._mask_documents = mask_documents
-        if max_epochs is not None and (not isinstance(max_epochs, (int, np.integer)) or max_epochs < 1):
+        if max_epochs is not None and not is_count(max_epochs):
             raise UserError(
                 "`max_epochs` must be a whole number of passes, 1 or more.",
                 seen=max_epochs,
@@ -212,7 +218,8 @@ def _check(data, seed, shuffle) -> None:
             where="Batches",
             fix="write open_store(path), or Mixture(stores={'web': open_store(path), ...}, weights={'web': 1.0, ...})",
         )
-    if not isinstance(seed, (int, np.integer)) or not isinstance(shuffle, bool | Shuffle | None):
+    whole_seed = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+    if not whole_seed or not isinstance(shuffle, bool | Shuffle | None):
         raise UserError(
             "A seed must be a whole number; a shuffle must be True, False or a `Shuffle`.",
             seen=f"seed={seed!r}, shuffle={shuffle!r}",

@@ -3,7 +3,9 @@
 import hashlib
 import os
 
+from trellis.data.arguments import path
 from trellis.data.store.token_store import TokenStore
+from trellis.data.tokenizer import check_bpe_size
 from trellis.data.tokenizing.sources import embedded_corpus
 from trellis.data.tokenizing.tokenize import tokenize
 from trellis.errors import UserError
@@ -21,6 +23,8 @@ def embedded_stores(
     Raises:
         UserError: they cannot be written there.
     """
+    check_bpe_size(vocab_size, "embedded_stores")
+    cache_dir = cache_dir if cache_dir is None else path(cache_dir, "cache_dir", "embedded_stores")
     digest = hashlib.sha256(f"{vocab_size}".encode())
     splits = {split: embedded_corpus(split) for split in ("train", "validation")}
     for source in splits.values():

@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Iterator
 
+from trellis.data.arguments import whole
 from trellis.data.batch import Batch
 from trellis.data.batch_sequence import Batches
-from trellis.errors import UserError
+from trellis.errors import UserError, shortened
 
 
 class Loader:
@@ -30,6 +31,8 @@ class Loader:
     """
 
     def __init__(self, batches: Batches, sharding, start_step: int = 0, prefetch: int = 2):
+        _check(batches, sharding)
+        start_step, prefetch = whole(start_step, "start_step", "Loader"), whole(prefetch, "prefetch", "Loader")
         self._batches, self._sharding = batches, sharding
         self.wait_seconds = 0.0
         self._ready: queue.Queue = queue.Queue()
@@ -85,6 +88,20 @@ class Loader:
         """Waits for room for a batch; false if none is wanted any more."""
         self._room.acquire()
         return not self._stop.is_set()
+
+
+def _check(batches, sharding) -> None:
+    """Refuses what is loaded, or where to, if it is of another type."""
+    from jax.sharding import Sharding
+
+    wrong = "batches" if not hasattr(batches, "num_steps") else "sharding" if not isinstance(sharding, Sharding) else ""
+    if wrong:
+        raise UserError(
+            "A loader needs batches, and a sharding of them over devices.",
+            seen=f"{wrong}={shortened(repr(batches if wrong == 'batches' else sharding), 80)}",
+            where="Loader",
+            fix="write Loader(Batches(store, ...), NamedSharding(mesh, PartitionSpec('data')))",
+        )
 
 
 def rows_here(batches: Batches, step: int, sharding, shape: tuple[int, int]) -> dict[tuple[int, int], Batch]:

@@ -5,11 +5,13 @@ import dataclasses
 import functools
 import math
 import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
 
+from trellis.data.arguments import whole
 from trellis.data.batch import Batch
 from trellis.data.batch_sequence import Batches, Rows
 from trellis.data.order.order import Shuffle
@@ -17,7 +19,7 @@ from trellis.data.order.packing import pick
 from trellis.data.order.permutation import Permutation, derive_key
 from trellis.data.sizes import BatchSizes
 from trellis.data.store.token_store import TokenStore
-from trellis.errors import UserError
+from trellis.errors import UserError, shortened
 
 Weights = Mapping[str, float]
 _MIX = 4  # what a key is for; 1 to 3 are in order.py
@@ -46,6 +48,7 @@ class Mixture:
     block: int = 2048
 
     def __post_init__(self):
+        self._check_types()
         for name, store in [*self.stores.items(), *self.validation.items()]:
             if not isinstance(store, TokenStore):
                 raise UserError(
@@ -107,10 +110,37 @@ class Mixture:
             )
         check_block(self.block, len(self.stores), "Mixture.block")
 
+    def _check_types(self) -> None:
+        """Refuses fields that are no maps from names, weights of no such form, and blocks of no number of rows."""
+        for field in ("stores", "max_epochs", "validation"):
+            value = getattr(self, field)
+            if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+                raise UserError(
+                    f"The {field} of a mixture must be given by the names of its sources.",
+                    seen=shortened(repr(value), 80),
+                    where=f"Mixture.{field}",
+                    fix=f"write {{'web': ...}}{'' if field == 'stores' else ', or leave it out'}",
+                )
+        pairs = [(0, self.weights)] if isinstance(self.weights, Mapping) else self.weights
+        try:
+            steps = [(operator.index(step), weights) for step, weights in pairs]
+        except (TypeError, ValueError):
+            steps = [(0, None)]
+        if not all(isinstance(weights, Mapping) for _, weights in steps):
+            raise UserError(
+                "Weights must be given by the names of sources, or as pairs (first step, weights by names).",
+                seen=shortened(repr(self.weights), 80),
+                where="Mixture.weights",
+                fix="write {'web': 0.9, 'code': 0.1}, or [(0, {'web': 0.9, 'code': 0.1}), (1000, ...)]",
+            )
+        object.__setattr__(self, "block", whole(self.block, "block", "Mixture"))
+
     @property
     def schedule(self) -> list[tuple[int, Weights]]:
         """(first step, weights) from step 0 on."""
-        return [(0, self.weights)] if isinstance(self.weights, Mapping) else list(self.weights)
+        if isinstance(self.weights, Mapping):
+            return [(0, self.weights)]
+        return [(int(step), weights) for step, weights in self.weights]
 
     def rows(
         self,

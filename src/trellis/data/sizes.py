@@ -124,12 +124,14 @@ def _schedule(given: Schedule, where: str, rule: str) -> list[tuple[int, int]]:
     """A schedule as a list, from step 0 in rising order."""
     wrong = UserError(
         f"{rule} in order of steps, starting at step 0.",
-        seen=given,
+        seen=repr(given),
         where=where,
         fix="write, for example, 512 or [(0, 256), (1000, 512)]",
     )
     try:
         pairs = given if isinstance(given, Sequence) else [(0, given)]
+        if any(isinstance(value, bool) for _, value in pairs):
+            raise wrong
         entries = [(operator.index(step), operator.index(value)) for step, value in pairs]
     except (TypeError, ValueError):
         raise wrong from None

@@ -9,6 +9,8 @@ import re
 
 import numpy as np
 
+from trellis.data.arguments import path as as_path
+from trellis.data.arguments import whole
 from trellis.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -183,7 +185,10 @@ def load_tokenizer(path: str, *, end_of_document: str | None = None) -> Tokenize
     Raises:
         UserError: there is none, it cannot be read, or it has no end-of-document token.
     """
-    where = path
+    where = path = as_path(path, "path", "load_tokenizer")
+    if end_of_document is not None and not isinstance(end_of_document, str):
+        rule, fix = "The end-of-document token must be given by its text.", "write it as it is in the tokenizer.json"
+        raise UserError(rule, seen=f"end_of_document={end_of_document!r}", where="load_tokenizer", fix=fix)
     if os.path.isdir(path):
         config = os.path.join(path, "tokenizer_config.json")
         if end_of_document is None:
@@ -313,6 +318,7 @@ def check_bpe_size(vocab_size: int, where: str) -> None:
         vocab_size: the number of tokens, including the end of a document.
         where: the option or field that asks for them.
     """
+    vocab_size = whole(vocab_size, "vocab_size", where)
     if not 257 <= vocab_size <= _MOST_TOKENS:
         raise UserError(
             f"A byte-level vocabulary must have 257 (256 bytes and the end of a document) to {_MOST_TOKENS:,} tokens.",

@@ -4,6 +4,8 @@ import dataclasses
 
 import numpy as np
 
+from trellis.choices import is_count
+from trellis.data.arguments import flag
 from trellis.data.order.permutation import Permutation, derive_key
 from trellis.errors import UserError
 
@@ -27,13 +29,14 @@ class Shuffle:
     in_order: bool = False
 
     def __post_init__(self):
-        if (self.block is not None and self.block < 1) or self.window < 1:
+        if (self.block is not None and not is_count(self.block)) or not is_count(self.window):
             raise UserError(
-                "A shuffle needs blocks of at least one row, and windows of at least one block.",
-                seen=f"block={self.block}, window={self.window}",
+                "A shuffle needs blocks of at least one row, and windows of at least one block, both whole numbers.",
+                seen=f"block={self.block!r}, window={self.window!r}",
                 where="Shuffle",
                 fix="use 1 or more",
             )
+        flag(self.in_order, "in_order", "Shuffle")
         if self.in_order and self.block is None:
             raise UserError(
                 "A shuffle that keeps blocks in order needs their size.",

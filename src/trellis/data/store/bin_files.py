@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 
+from trellis.data.arguments import path, whole
 from trellis.data.storage import local_path
 from trellis.data.store.offsets import OffsetStore
 from trellis.data.store.token_store import TokenStore
@@ -20,6 +21,18 @@ _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
+def _dtype(dtype) -> np.dtype:
+    """The type of a file's numbers."""
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind is None or kind.kind not in "iu":
+        rule, fix = "The numbers of a .bin file must be whole ones.", 'use "uint16", or "uint32"'
+        raise UserError(rule, seen=f"dtype={dtype!r}", where="BinStore", fix=fix)
+    return kind
+
+
 class BinStore(TokenStore):
     """nanoGPT's .bin: tokens one after the other, each document followed by its end.
 
@@ -27,7 +40,17 @@ class BinStore(TokenStore):
     """
 
     def __init__(self, url: str, *, dtype="uint16", vocab_size: int = GPT2_VOCABULARY, end_of_document: int = GPT2_END):
-        self.url, self._stream = url, _map(local_path(url), np.dtype(dtype).newbyteorder("<"))
+        url, kind = path(url, "url", "BinStore"), _dtype(dtype)
+        vocab_size = whole(vocab_size, "vocab_size", "BinStore", least=1)
+        end_of_document = whole(end_of_document, "end_of_document", "BinStore")
+        if end_of_document >= vocab_size:
+            raise UserError(
+                "The token that ends documents must be in the vocabulary.",
+                seen=f"end_of_document={end_of_document}, vocab_size={vocab_size}",
+                where="BinStore",
+                fix="give both, as in BinStore(path, vocab_size=50257, end_of_document=50256)",
+            )
+        self.url, self._stream = url, _map(local_path(url), kind.newbyteorder("<"))
         self.num_tokens, self.vocab_size = len(self._stream), vocab_size
         self.start_token = self.end_of_document = end_of_document
         self._check_kind()

@@ -2,6 +2,7 @@
 
 import os
 
+from trellis.data.arguments import flag, path, whole
 from trellis.data.storage import LocalFolder, RemoteFolder, is_remote, open_folder
 from trellis.data.store.bin_files import BinStore, MegatronStore, write_bin
 from trellis.data.store.levanter import LevanterStore, write_levanter
@@ -26,7 +27,9 @@ def open_store(
     Raises:
         UserError: nothing there, damaged metadata, another version, or incomplete without `growing`.
     """
-    url = os.fspath(url)
+    url, keep = path(url, "url", "open_store"), whole(keep, "keep", "open_store")
+    growing = flag(growing, "growing", "open_store")
+    check = check if check is None else flag(check, "check", "open_store")
     return _foreign(url) or Store(url, growing=growing, check=check, keep=keep)
 
 

@@ -7,14 +7,15 @@ import hashlib
 import os
 import stat
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from trellis.data.arguments import path as as_path
 from trellis.data.blocks import Block
 from trellis.data.storage import filesystem, is_remote, local_path, open_folder, with_retries
 from trellis.data.store.opening import is_own
 from trellis.data.tokenizing import formats
 from trellis.data.tokenizing.json_files import json_records
-from trellis.errors import UserError
+from trellis.errors import UserError, shortened
 
 FORMATS = ("text", "jsonl", "json", "csv", "tar", "parquet", "arrow")
 EMBEDDED_VALIDATION_PERCENT = 5
@@ -47,6 +48,13 @@ class FileSource:
     separator: str | None = None
 
     def __post_init__(self):
+        if not isinstance(self.files, list | tuple) or not all(isinstance(file, SourceFile) for file in self.files):
+            raise UserError(
+                "The files of a source must be those that `find_files` finds.",
+                seen=f"files={shortened(repr(self.files), 80)}",
+                where="FileSource",
+                fix="write FileSource(files=find_files(paths))",
+            )
         if self.format is not None and self.format not in FORMATS:
             raise UserError(
                 "The format must be one that Trellis reads.",
@@ -141,7 +149,9 @@ def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> tuple[
     Raises:
         UserError: nothing is found, or the same file twice, or something that is no file, such as a pipe.
     """
-    paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable):
+        paths = [paths]
+    paths = [as_path(path, "paths", "find_files") for path in paths]
     found = [file for path in paths for file in (_remote(path) if is_remote(os.fspath(path)) else _local(path))]
     if not found:
         raise UserError(

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-import operator
+import numbers
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from trellis.cores import usable_cores
+from trellis.data.arguments import flag, path, whole
 from trellis.data.blocks import Block, Job, NoField
 from trellis.data.order.permutation import mix64
 from trellis.data.storage import open_folder
 from trellis.data.store.store import Store
 from trellis.data.store.writer import StoreWriter, writer_lock
-from trellis.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from trellis.data.tokenizer import Tokenizer, byte_tokenizer, check_bpe_size, load_tokenizer, train_bpe
 from trellis.data.tokenizing.chat import check_chat_tokenizer
 from trellis.data.tokenizing.hf_datasets import DatasetSource
 from trellis.data.tokenizing.pool import LocalPool
 from trellis.data.tokenizing.progress import TokenizingProgress
 from trellis.data.tokenizing.sources import FileSource, check_outside, find_files
 from trellis.data.tokenizing.worker import Encoder
-from trellis.errors import UserError
+from trellis.errors import UserError, shortened
 
 TRAIN_BYTES = 1 << 28
 
@@ -78,6 +79,12 @@ def tokenize(
     Raises:
         UserError: for every wrong input; the store is then absent or marked incomplete, never silently short.
     """
+    out, commit_seconds = path(out, "out", "tokenize"), _seconds(commit_seconds)
+    given = {"use_bytes": use_bytes, "chat": chat, "restart": restart, "wait": wait, "progress": progress}
+    use_bytes, chat, restart, wait, progress = (flag(value, name, "tokenize") for name, value in given.items())
+    if not isinstance(tokenizer, Tokenizer | str | os.PathLike | None):
+        rule, fix = "A tokenizer must be a `Tokenizer`, or a path to one.", "write load_tokenizer(path), or the path"
+        raise UserError(rule, seen=f"tokenizer={shortened(repr(tokenizer), 80)}", where="tokenize", fix=fix)
     if sum([tokenizer is not None, train_bpe is not None, use_bytes]) != 1:
         raise UserError(
             "Tokenizing needs exactly one tokenizer.",
@@ -99,14 +106,10 @@ def tokenize(
             where="--on-error",
             fix="use fail or skip",
         )
-    chunk_tokens, chunk_offsets, train_bytes = map(operator.index, (chunk_tokens, chunk_offsets, train_bytes))
-    if min(chunk_tokens, chunk_offsets, train_bytes) < 1:
-        raise UserError(
-            "The sizes of chunks and of the training sample must be 1 or more.",
-            seen=f"chunk_tokens={chunk_tokens}, chunk_offsets={chunk_offsets}, train_bytes={train_bytes}",
-            where="trellis tokenize",
-            fix="use 1 or more, or leave it out",
-        )
+    sizes = {"chunk_tokens": chunk_tokens, "chunk_offsets": chunk_offsets, "train_bytes": train_bytes}
+    chunk_tokens, chunk_offsets, train_bytes = (whole(sizes[name], name, "tokenize", least=1) for name in sizes)
+    if train_bpe is not None:
+        check_bpe_size(train_bpe, "--train-bpe")
     if not hasattr(source, "blocks"):
         source = FileSource(files=find_files(source))
     if chat and isinstance(source, FileSource) and source.all_text:
@@ -171,6 +174,13 @@ def tokenize(
     return Store(out)
 
 
+def _seconds(value) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= 0:
+        rule, fix = "`commit_seconds` must be a number of seconds, 0 or more.", "use 5.0, or leave it out"
+        raise UserError(rule, seen=f"commit_seconds={value!r}", where="tokenize", fix=fix)
+    return float(value)
+
+
 def _run(source, writer, pool, on_error, commit_seconds, *, all_fields, bar):
     committed = time.monotonic()
     for block, encoded in pool.encode(_blocks(source, writer.cursor, all_fields)):
@@ -221,7 +231,7 @@ def _pool(job: Job, workers: int | str | None):
         return RayPool(job)
     if workers is None:
         workers = usable_cores()
-    if not isinstance(workers, int) or workers < 0:
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         raise UserError(
             "Workers must be a number of processes, or a Ray cluster.",
             seen=workers,
