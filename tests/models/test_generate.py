@@ -1,6 +1,7 @@
 """Sampling: with a cache as without one, on meshes too, and never from the vocabulary's padding."""
 
 import contextlib
+import dataclasses
 import functools
 import re
 
@@ -33,9 +34,13 @@ FAMILIES = [
 
 @functools.cache
 def model_of(name):
+    return random_model(CONFIGS[name])
+
+
+def random_model(config):
     """Random everywhere."""
     random = np.random.default_rng(0)
-    start = jax.eval_shape(lambda: CONFIGS[name].init(key=jax.random.key(0), vocab_multiple=8))
+    start = jax.eval_shape(lambda: config.init(key=jax.random.key(0), vocab_multiple=8))
     return jax.tree.map(lambda x: jnp.asarray(random.normal(0, 0.2, x.shape), x.dtype), start)
 
 
@@ -93,6 +98,20 @@ def test_where_positions_are_dealt_out():
     assert made == wanted
 
 
+@pytest.mark.slow
+def test_experts_with_a_capacity_drop_of_a_prompt_what_they_drop_of_its_tokens():
+    """A prompt that is padded for fewer compilations would have the room of a longer one."""
+    config = CONFIGS["mixtral"]
+    tight = dataclasses.replace(config, routing=dataclasses.replace(config.routing, capacity=0.5))
+    model = random_model(tight)
+    hidden = model(named(np.array(PROMPTS, np.int32), "batch pos")).hidden["pos", -1]
+    logits = einsum("batch embed, vocab embed -> batch vocab", hidden, model.unembedding).array[:, :VOCAB]
+    made = generate(model, PROMPTS, new_tokens=1, sampling=GREEDY, key=jax.random.key(0))
+    assert [row[0] for row in made] == np.argmax(logits, 1).tolist()
+    assert [row[0] for row in made] != [row[0] for row in continued("mixtral")]
+
+
+@pytest.mark.slow
 def test_on_a_mesh_of_stages():
     """Layers that are sliced for a pipeline are gathered."""
     model, expected = model_of("llama3"), continued("llama3")

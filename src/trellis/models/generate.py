@@ -143,7 +143,8 @@ def generate(
     stop: Sequence[int] = (),
     first: np.ndarray | None = None,
 ) -> list[list[int]]:
-    """New tokens after each prompt. Compiled once for prompts of similar length.
+    """New tokens after each prompt. Compiled once for prompts of similar length, or of one length if experts have a
+    capacity: what they drop of a prompt is what they drop of these tokens by themselves. Of a new token nothing is.
 
     Args:
         model: a model, in the type to compute in.
@@ -183,7 +184,9 @@ def generate(
             if length < positions
             else f"give a prompt of {positions - 1} tokens or fewer",
         )
-    padded = -(-length // _BUCKET) * _BUCKET
+    routing = getattr(model.config, "routing", None)
+    limited = routing is not None and routing.capacity is not None  # what is dropped goes by a sequence's length
+    padded = length if limited else -(-length // _BUCKET) * _BUCKET
     padded = padded if positions is None else min(padded, positions)
     stop = tuple(stop)
     rows = jnp.array([p + [0] * (padded - length) for p in prompts], jnp.int32)
