@@ -129,6 +129,15 @@ def test_shares_of_sequences_whose_positions_are_sliced():
 
 
 @pytest.mark.slow
+def test_a_batch_in_which_no_token_counts_has_no_gradient():
+    """Its load is 0, of which no share is a number."""
+    given = batch()
+    none = dataclasses.replace(given, loss_mask=given.loss_mask * 0.0)
+    sums, _, gradients = run(jax.jit, model_of("batch"), none, StepOptions(microbatches=2))
+    assert float(sums.total) == 0 and all((np.asarray(g) == 0).all() for g in jax.tree.leaves(gradients))
+
+
+@pytest.mark.slow
 def test_the_losses_are_in_the_gradient():
     """The routers' gradients are another without the routers' losses, and the loss that is reported is not."""
     plain = dataclasses.replace(CONFIGS["mixtral"], routing=Routing())

@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from trellis import Axis, NamedArray, Stacked, ones
+from trellis import Axis, NamedArray, Stacked, maximum, ones
 from trellis.models import fields
 from trellis.models.llama import Attention, Llama
 from trellis.models.protocol import Output
@@ -150,7 +150,8 @@ class Mixtral(eqx.Module):
     def routed(self, x: NamedArray, shared, counted: NamedArray, ahead, policy) -> Output:
         """The stream before the layers to hidden states, and what is measured of the routing: each layer's load, and
         the mean of the rest."""
-        each = () if ahead is None else (ahead / ahead.sum("routes"),)
+        # Of a batch in which no token counts the load is 0.
+        each = () if ahead is None else (ahead / maximum(ahead.sum("routes"), jnp.float32(1e-6)),)
         count = parts_of(x, self.config.routing.interleave)
         about = zip(*cut((*shared, counted), count), strict=True)  # all parts of each kind
 
