@@ -43,6 +43,13 @@ def test_a_bias_picks_and_does_not_weigh():
     assert not to_bias.array.any() and to_scores.array.any()
 
 
+def test_experts_of_no_chance_that_a_bias_picks_have_no_weight():
+    """A softmax in float32 is 0 where a score is 104 below the largest."""
+    scores = named(jnp.array([[[200.0, 0.0, 0.0, 0.0, 0.0]]]), "batch pos routes")
+    ids, weights = choose(scores, CHOICES, bias=named(jnp.arange(5.0), "routes"))
+    assert ids.array.tolist() == [[[4, 3]]] and not weights.array.any()
+
+
 ROUTINGS = {
     "sigmoid": Routing(scores="sigmoid"),
     "as they are": Routing(normalize=False),

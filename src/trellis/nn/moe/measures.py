@@ -80,7 +80,8 @@ def measure(
     products: taken over parts of a batch it is another number on every mesh and for every number of microbatches. So
     shares are those of the whole batch, over all devices, and over microbatches if the caller knows them (`shares`);
     given them the loss is a sum over tokens. `balance_over="sequence"` takes each sequence's own shares (DeepSeek-AI,
-    2024, arXiv:2412.19437, section 2.1.2), which depend on no mesh and no microbatch.
+    2024, arXiv:2412.19437, section 2.1.2), which depend on no mesh and no microbatch. Shares are those of the experts
+    that were picked, with biases and groups if there are any; that paper counts the largest scores by themselves.
 
     Sigmoids are made to add up to 1 first. The z-loss is the squared log of the softmax's denominator (Zoph et al.,
     2022, arXiv:2202.08906).

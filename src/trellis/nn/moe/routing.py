@@ -82,7 +82,8 @@ def choose(scores: NamedArray, count: int, routing: Routing = PLAIN, *, bias: Na
     weights = einsum("... choices routes, ... routes -> ... choices", _hot(ids, scores.shape["routes"]), chances)
     if routing.normalize:
         total = weights.sum("choices")
-        weights = weights / (total if routing.scores == "softmax" else total + 1e-20)  # sigmoids may all be 0
+        largest = routing.scores == "softmax" and bias is None  # one of them is; else all may be 0
+        weights = weights / (total if largest else total + 1e-20)
     return Choices(ids, weights if routing.scale == 1 else weights * routing.scale)
 
 
