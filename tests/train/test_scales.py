@@ -1,5 +1,6 @@
 """Delayed scales: what they are made from, and the same on every mesh, number of microbatches and after a resume."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -11,11 +12,13 @@ import optax
 import pytest
 
 import trellis as tr
+from tests.models.small import CONFIGS
 from tests.train.small import curve, trellis
 from trellis.data.batch import Batch
-from trellis.models import Llama, LlamaConfig
+from trellis.models import Llama, LlamaConfig, Routing
 from trellis.models.protocol import Unmeasured
 from trellis.nn import Precision, TokenLoss
+from trellis.nn.precision import for_each_use
 from trellis.train import step as step_module
 from trellis.train.scales import largest_of, no_scales, rolled
 from trellis.train.state import TrainState
@@ -48,6 +51,32 @@ def test_scales_are_made_from_what_is_given_and_the_gradient_is_what_was_met():
     np.testing.assert_array_equal(out(x, jnp.zeros(3)).array, today.array)  # zero: the largest of today
     swapped, pull = jax.vjp(lambda m: tr.dot(tr.Narrow(w, "int8", largest=m), x, over="embed"), known)
     np.testing.assert_array_equal(pull(tr.full({"mlp": 4, "batch": 8}, -3.0))[0], met)
+
+
+def test_of_several_uses_of_a_weight_the_largest_elements_are_kept():
+    x, w = tr.full({"batch": 2, "embed": 4}, 2.0), tr.full({"embed": 4, "mlp": 3}, 0.5)
+
+    def both(largest):
+        one, other = for_each_use({"up": tr.Narrow(w, "int8", largest=largest), "down": w}, 2)
+        return tr.dot(x, one["up"], over="embed"), tr.dot(x * 3.0, other["up"], over="embed")
+
+    made = tr.ones({"batch": 2, "mlp": 3})
+    met = jax.vjp(both, tr.named(jnp.zeros(3), "factor"))[1]((made * 7.0, made))[0]
+    np.testing.assert_array_equal(met.array, [6.0, 0.5, 7.0])
+
+
+@pytest.mark.slow
+def test_a_mixture_in_parts_that_run_side_by_side_meets_what_the_whole_batch_does():
+    precision = Precision(compute="float32", products={"attention": "fp8", "shared": "int8"}, amax_history=2)
+    met = []
+    for parts in (1, 2):
+        config = dataclasses.replace(CONFIGS["mixtral"], shared_mlp=8, routing=Routing(interleave=parts))
+        model, options = config.init(key=jax.random.key(0)), StepOptions(precision=precision)
+        found = jax.jit(lambda m, b, o=options: loss_gradients_and_met(m, largest_of(no_scales(m, precision)), b, o)[3])
+        met.append(jax.tree.map(np.asarray, found(model, batch())))
+    for one, other in zip(*map(jax.tree.leaves, met), strict=True):
+        np.testing.assert_allclose(other, one, rtol=0.3)  # of each part a product has its own scales
+        np.testing.assert_array_equal(other[:, 1], one[:, 1])
 
 
 def batch():

@@ -117,7 +117,8 @@ class Narrow:
         largest: for fp8 and int8, the largest elements from which scales are made: `f32["factor=3"]`, of the
             activation, the weight and the result's gradient; zero stands for the current largest. Larger elements are
             clipped. Its gradient is not a derivative but the largest elements that were met, for the next step's
-            scales; Transformer Engine calls this delayed scaling. None makes scales from the current largest.
+            scales; Transformer Engine calls this delayed scaling. Of several products with one weight JAX adds them up.
+            None makes scales from the current largest.
     """
 
     weight: NamedArray

@@ -21,6 +21,7 @@ from trellis.models.llama import Attention, Llama
 from trellis.models.protocol import Output
 from trellis.nn import RMSNorm, Table, Weight, attend
 from trellis.nn.moe import Experts, Routed, Routing, begun_after, check_count, cut, held_once, joined, parts_of, shift
+from trellis.nn.precision import for_each_use
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +105,11 @@ class Block(eqx.Module):
             ropes, segment_ids, counted: of each part.
         """
         stream, normed = [], []
-        for x, *about in zip(parts, ropes, segment_ids, strict=True):
+        attentions = for_each_use(self.attention, len(parts))
+        for attention, x, *about in zip(attentions, parts, ropes, segment_ids, strict=True):
             if normed:
                 x = begun_after(normed[-1], x)
-            x = x + self.attention(self.attention_norm(x), *about)
+            x = x + attention(self.attention_norm(x), *about)
             stream.append(x)
             normed.append((y := self.mlp_norm(x), *self.mlp.routed(y)))
         made, routed = self.mlp.measured_each(normed, counted, shares)

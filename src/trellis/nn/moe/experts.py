@@ -14,7 +14,7 @@ from trellis.nn.moe.measures import Routed, measure_each
 from trellis.nn.moe.mixing import Biases, mix_each
 from trellis.nn.moe.routing import PLAIN, Choices, choose, limit, score
 from trellis.nn.parameters import Bias, Picking, Weight
-from trellis.nn.precision import in_one_type, in_type_of
+from trellis.nn.precision import for_each_use, in_one_type, in_type_of
 
 
 class Shared(eqx.Module):
@@ -183,4 +183,7 @@ class Experts(eqx.Module):
         own = dict(biases=biases, gated=self.gated, groups=(routing.groups, routing.groups_per_token))
         made = mix_each(given, gate, up, down, **own, way=routing.way, slack=routing.slack, dispatch=routing.dispatch)
         made = [in_type_of(out, x) for out, x in zip(made, streams, strict=True)]
-        return made if self.shared is None else [out + self.shared(x) for out, x in zip(made, streams, strict=True)]
+        if self.shared is None:
+            return made
+        shared = for_each_use(self.shared, len(streams))
+        return [out + own(x) for own, out, x in zip(shared, made, streams, strict=True)]
