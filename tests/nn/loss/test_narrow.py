@@ -124,6 +124,15 @@ def test_what_the_loss_cannot_multiply_is_refused(arrays):
     assert jnp.isnan(loss_of("fp8")(arrays[0].with_array(arrays[0].array.at[3, 5].set(jnp.inf)), *arrays[1:])[0])
 
 
+@pytest.mark.slow
+def test_gradients_in_float16_are_as_large_as_those_in_float32(arrays):
+    """They are made for weights of at most 1 there, for which the bound on a logit's gradient is another."""
+    table, x, targets, weights = arrays
+    half, few = [a.astype(jnp.float16) for a in (table, x)], weights * 0.01
+    wide = [a.astype(jnp.float32) for a in half]
+    near(loss_of("fp8")(*half, targets, few), loss_of("fp8")(*wide, targets, few), 0.01)
+
+
 def test_a_mask_may_be_of_booleans(arrays):
     table, x, targets, _ = arrays
     mask = tr.ones(targets.axes, jnp.bool_)

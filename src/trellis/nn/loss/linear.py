@@ -192,6 +192,8 @@ def _local(
     # Gradients are made for weights of at most 1, and those of the total from them in float32.
     largest = lax.stop_gradient(jnp.max(jnp.abs(weights)))
     largest = jnp.where(largest > 0, largest, 1.0)
+    if narrow is not None:
+        narrow = dataclasses.replace(narrow, limit=narrow.limit / largest)
     sums = _summed(x, head, targets, weights / largest, narrow, settings, chunks)
     return TokenLoss(*(s * largest for s in sums))
 
