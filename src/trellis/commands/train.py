@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trellis.run.config import Run
     from trellis.train.assemble import Assembled
     from trellis.train.corpus import Corpus
+    from trellis.train.loop import Feed
 
 # The tokens of the sample at the end of a run.
 _SAMPLE_TOKENS = 200
@@ -210,29 +211,18 @@ def _say(text: str) -> None:
 
 def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | None = None) -> int:
     """Trains a run in a folder on devices, to its end or until a given step, and returns the exit code."""
-    from trellis.data import Loader
-    from trellis.data.loader import sharded
-    from trellis.data.store.identity import check_identities, identity
-    from trellis.inspect import collectives, compiled_memory
-    from trellis.inspect.graph import step_svg
-    from trellis.inspect.ledger import ledger_of
-    from trellis.inspect.memory import memory_of
-    from trellis.models.generate import Sampling, sample
+    from trellis.data.store.identity import identity
     from trellis.run.folder import has_begun
-    from trellis.run.lengths import as_of_phase
     from trellis.run.on_mesh import as_the_model_is
     from trellis.train.assemble import assemble
-    from trellis.train.checks import check_guard, check_marks, check_state, check_step
+    from trellis.train.checks import check_state
     from trellis.train.corpus import check_lasts, open_corpus
     from trellis.train.distributed import is_first
-    from trellis.train.evaluation import Evaluator
     from trellis.train.flops import costs, work_of
-    from trellis.train.loop import Feed, train
+    from trellis.train.loop import train
     from trellis.train.pace import expected_pace, keep_pace, tried_pace, worth_a_trial
-    from trellis.train.restoring import model_in_use
-    from trellis.train.state import TrainState
     from trellis.train.structure import StructureCheck
-    from trellis.train.summary import describe, ledger_sums, lengths, sections, step_program
+    from trellis.train.summary import describe, lengths, sections
     from trellis.train.together import check_text
 
     with as_the_model_is(has_begun(folder)):
@@ -242,19 +232,8 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     check_lasts(run, corpus)
     text = {name: identity(store) for name, store in corpus.all_stores.items()}
     check_text(text)
-    programs, memory = {}, {}
-    for step, made in assembled.phases().items():
-        with as_of_phase(step):
-            programs[step] = step_program(made)
-            check_marks(run, programs[step])
-            largest = step_program(made, made.largest) if made.largest else programs[step]
-            memory[step] = memory_of(largest).per_kind()
-            check_step(memory[step], made)
-            check_guard(memory[step], made)
-    ledgers = {step: ledger_of(program) for step, program in programs.items()}
-    ledger = ledgers[0]
-    filled = corpus.batches.filled(run.steps)
-    found = sections(assembled, memory[0], ledger, corpus.num_tokens, filled)
+    ledgers, memory = _by_types(assembled)
+    found = sections(assembled, memory[0], ledgers[0], corpus.num_tokens, corpus.batches.filled(run.steps))
     found["lengths"] = lengths(assembled, memory)
     found["tokenizer"] = None if corpus.tokenizer is None else corpus.tokenizer.sha256
     if is_first():
@@ -265,6 +244,59 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
             _say(_without_validation(run, corpus))
         if corpus.tokenizer is None:
             _say(_WITHOUT_TOKENIZER)
+    feed = _feed(assembled, corpus, text)
+    work, check = work_of(assembled), StructureCheck(assembled, ledgers[0], folder)
+    pace = expected_pace(assembled, work)
+    if worth_a_trial(assembled, pace, run.steps if until is None else until):
+        _say("tries    a few steps on made-up tokens, to estimate how long the run takes")
+        pace = tried_pace(assembled)
+    with assembled.layout:
+        told = {"compiled": check, "first_collective": _first(ledgers[0])}
+        outcome = train(assembled, feed, folder, until=until, work=work, pace=pace, **told)
+    if is_first() and outcome.token_seconds is not None:
+        last = assembled.at(outcome.step - 1)
+        keep_pace(last, dataclasses.replace(work, **costs(last)), outcome.token_seconds)
+    if is_first() and outcome.programs:
+        found["structure"] = check.found
+        _write_compiled(outcome.programs[-1], found, folder, assembled, unsaid=ledgers[0].auto)
+    return outcome.exit_code
+
+
+def _by_types(assembled: "Assembled") -> tuple[dict[int, "Ledger"], dict[int, dict[str, int]]]:
+    """The ledger and the memory of a step of each sequence length, by the step that it begins with.
+
+    Raises:
+        UserError: a step that cannot run here, or not as the run says.
+    """
+    from trellis.inspect.ledger import ledger_of
+    from trellis.inspect.memory import memory_of
+    from trellis.run.lengths import as_of_phase
+    from trellis.train.checks import check_guard, check_marks, check_step
+    from trellis.train.summary import step_program
+
+    programs, memory = {}, {}
+    for step, made in assembled.phases().items():
+        with as_of_phase(step):
+            programs[step] = step_program(made)
+            check_marks(assembled.run, programs[step])
+            largest = step_program(made, made.largest) if made.largest else programs[step]
+            memory[step] = memory_of(largest).per_kind()
+            check_step(memory[step], made)
+            check_guard(memory[step], made)
+    return {step: ledger_of(program) for step, program in programs.items()}, memory
+
+
+def _feed(assembled: "Assembled", corpus: "Corpus", text: dict[str, Any]) -> "Feed":
+    """What the loop reads: batches, the validation set, and samples of text; and how it knows the text again."""
+    from trellis.data import Loader
+    from trellis.data.loader import sharded
+    from trellis.data.store.identity import check_identities
+    from trellis.models.generate import Sampling, sample
+    from trellis.train.corpus import open_corpus
+    from trellis.train.evaluation import Evaluator
+    from trellis.train.loop import Feed
+    from trellis.train.restoring import model_in_use
+    from trellis.train.state import TrainState
 
     def sampled(state: TrainState) -> str:
         how = Sampling(temperature=0.8, top_k=50)
@@ -279,7 +311,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     def evaluated(state: TrainState, made: int) -> dict[str, jax.Array]:
         return [evaluate for start, evaluate in evaluators.items() if start < made][-1](state)
 
-    feed = Feed(
+    return Feed(
         batches=lambda start: Loader(corpus.batches, sharding, start_step=start),
         tokens=None if corpus.all_count else corpus.batches.num_tokens,
         again=lambda step: sharded(corpus.batches, step, sharding),
@@ -289,30 +321,27 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         text=text,
         check_text=lambda before: check_identities(before, text, {n: s.url for n, s in corpus.all_stores.items()}),
     )
-    work, check = work_of(assembled), StructureCheck(assembled, ledger, folder)
-    pace = expected_pace(assembled, work)
-    if worth_a_trial(assembled, pace, run.steps if until is None else until):
-        _say("tries    a few steps on made-up tokens, to estimate how long the run takes")
-        pace = tried_pace(assembled)
-    with assembled.layout:
-        told = {"compiled": check, "first_collective": _first(ledger)}
-        outcome = train(assembled, feed, folder, until=until, work=work, pace=pace, **told)
-    if is_first() and outcome.token_seconds is not None:
-        last = assembled.at(outcome.step - 1)
-        keep_pace(last, dataclasses.replace(work, **costs(last)), outcome.token_seconds)
-    if is_first() and outcome.programs:
-        compiled = outcome.programs[-1]
-        found["compiled"] = dataclasses.asdict(compiled_memory(compiled))
-        found["structure"] = check.found
-        if ledger.auto:  # the types do not say what moves, but the compiled program does
-            ledger = collectives(compiled, assembled.layout.mesh)
-            _write_ledger(folder, {0: ledger}, assembled)
-            found["ledger"] = ledger_sums(ledger)
-        write_sections(folder, found)
-        if run.profile is not None:
-            (folder / "profile").mkdir(exist_ok=True)
-            write_whole(folder / "profile" / "step.svg", step_svg(compiled.as_text()))
-    return outcome.exit_code
+
+
+def _write_compiled(compiled, found: dict[str, Any], folder: Path, assembled: "Assembled", unsaid: bool) -> None:
+    """Writes what the compiled step says of itself beside what its types said.
+
+    Args:
+        unsaid: whether the types do not say what moves; the compiled program does.
+    """
+    from trellis.inspect import collectives, compiled_memory
+    from trellis.inspect.graph import step_svg
+    from trellis.train.summary import ledger_sums
+
+    found["compiled"] = dataclasses.asdict(compiled_memory(compiled))
+    if unsaid:
+        ledger = collectives(compiled, assembled.layout.mesh)
+        _write_ledger(folder, {0: ledger}, assembled)
+        found["ledger"] = ledger_sums(ledger)
+    write_sections(folder, found)
+    if assembled.run.profile is not None:
+        (folder / "profile").mkdir(exist_ok=True)
+        write_whole(folder / "profile" / "step.svg", step_svg(compiled.as_text()))
 
 
 def _write_ledger(folder: Path, ledgers: Mapping[int, "Ledger"], assembled: "Assembled") -> None:

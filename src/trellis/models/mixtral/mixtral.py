@@ -20,8 +20,19 @@ from trellis.models import fields
 from trellis.models.llama import Attention, Llama
 from trellis.models.protocol import Output
 from trellis.nn import RMSNorm, Table, Weight, attend
-from trellis.nn.moe import Experts, Routed, Routing, begun_after, check_count, cut, held_once, joined, parts_of, shift
-from trellis.nn.precision import for_each_use
+from trellis.nn.moe import (
+    Experts,
+    Routed,
+    Routing,
+    begun_after,
+    check_count,
+    cut,
+    for_each_use,
+    held_once,
+    joined,
+    parts_of,
+    shift,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from trellis.nn.moe.measures import Routed, measure, shift
 from trellis.nn.moe.mixing import Biases, mix
 from trellis.nn.moe.routing import Choices, check_count, choose, limit, score
 from trellis.nn.moe.rows import local_experts
+from trellis.nn.precision import for_each_use
 
 __all__ = [
     "Biases",
@@ -26,6 +27,7 @@ __all__ = [
     "choose",
     "cut",
     "exchange_experts",
+    "for_each_use",
     "gather_experts",
     "grouped_matmul",
     "held_once",
