@@ -18,7 +18,7 @@ from trellis.data.batch import Batch
 from trellis.models import Llama, LlamaConfig, Routing
 from trellis.models.protocol import Unmeasured
 from trellis.nn import Precision, TokenLoss
-from trellis.nn.precision import for_each_use
+from trellis.nn.moe import for_each_part
 from trellis.train import step as step_module
 from trellis.train.scales import largest_of, no_scales, rolled
 from trellis.train.state import TrainState
@@ -57,7 +57,7 @@ def test_of_several_uses_of_a_weight_the_largest_elements_are_kept():
     x, w = tr.full({"batch": 2, "embed": 4}, 2.0), tr.full({"embed": 4, "mlp": 3}, 0.5)
 
     def both(largest):
-        one, other = for_each_use({"up": tr.Narrow(w, "int8", largest=largest), "down": w}, 2)
+        one, other = for_each_part({"up": tr.Narrow(w, "int8", largest=largest), "down": w}, 2)
         return tr.dot(x, one["up"], over="embed"), tr.dot(x * 3.0, other["up"], over="embed")
 
     made = tr.ones({"batch": 2, "mlp": 3})

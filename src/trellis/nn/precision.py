@@ -1,7 +1,6 @@
 """The types in which a model is kept and computes."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -203,37 +202,6 @@ def with_largest(model: Any, largest: Mapping[str, Any]) -> Any:
 
     is_leaf = lambda x: isinstance(x, Narrow) or is_named(x)
     return jax.tree_util.tree_map_with_path(leaf, model, is_leaf=is_leaf)
-
-
-def for_each_use(model: Any, count: int) -> list[Any]:
-    """Parameters in use, for each of several uses of the same: what the products of a weight met is the largest of all
-    uses. Without this JAX adds up gradients, and so these elements.
-
-    Args:
-        model: any tree, with weights from `with_largest`.
-        count: how many uses.
-    """
-    is_leaf = lambda x: isinstance(x, Narrow) or is_named(x)
-    leaves, structure = jax.tree.flatten(model, is_leaf=is_leaf)
-    known = [isinstance(x, Narrow) and x.largest is not None for x in leaves]
-    if count == 1 or not any(known):
-        return [model] * count
-
-    def uses(x: Any, known: bool) -> list[Any]:
-        return [dataclasses.replace(x, largest=own) for own in _copies(x.largest, count)] if known else [x] * count
-
-    return [structure.unflatten(own) for own in zip(*map(uses, leaves, known), strict=True)]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _copies(largest: Any, count: int) -> tuple[Any, ...]:
-    return (largest,) * count
-
-
-_copies.defvjp(
-    lambda largest, count: (_copies(largest, count), None),
-    lambda count, _, met: (jax.tree.map(lambda *each: functools.reduce(jnp.maximum, each), *met),),
-)
 
 
 def with_keys(model: Any, key: jax.Array | None) -> Any:

@@ -27,7 +27,7 @@ from trellis.nn.moe import (
     begun_after,
     check_count,
     cut,
-    for_each_use,
+    for_each_part,
     held_once,
     joined,
     parts_of,
@@ -116,7 +116,7 @@ class Block(eqx.Module):
             ropes, segment_ids, counted: of each part.
         """
         stream, normed = [], []
-        attentions = for_each_use(self.attention, len(parts))
+        attentions = for_each_part(self.attention, len(parts))
         for attention, x, *about in zip(attentions, parts, ropes, segment_ids, strict=True):
             if normed:
                 x = begun_after(normed[-1], x)

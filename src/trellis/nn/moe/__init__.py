@@ -5,12 +5,11 @@ from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_exper
 from trellis.nn.moe.experts import Experts, Shared
 from trellis.nn.moe.grouped import grouped_matmul
 from trellis.nn.moe.hierarchical import hierarchical_experts
-from trellis.nn.moe.interleave import begun_after, cut, held_once, joined, parts_of
+from trellis.nn.moe.interleave import begun_after, cut, for_each_part, held_once, joined, parts_of
 from trellis.nn.moe.measures import Routed, measure, shift
 from trellis.nn.moe.mixing import Biases, mix
 from trellis.nn.moe.routing import Choices, check_count, choose, limit, score
 from trellis.nn.moe.rows import local_experts
-from trellis.nn.precision import for_each_use
 
 __all__ = [
     "Biases",
@@ -27,7 +26,7 @@ __all__ = [
     "choose",
     "cut",
     "exchange_experts",
-    "for_each_use",
+    "for_each_part",
     "gather_experts",
     "grouped_matmul",
     "held_once",

@@ -10,11 +10,12 @@ from trellis.named import Axis, NamedArray, dot_each, einsum, save
 from trellis.nn.gate import ClampedSwiGLU, swiglu
 from trellis.nn.initializers import constant, weight
 from trellis.nn.moe.config import Routing
+from trellis.nn.moe.interleave import for_each_part
 from trellis.nn.moe.measures import Routed, measure_each
 from trellis.nn.moe.mixing import Biases, mix_each
 from trellis.nn.moe.routing import PLAIN, Choices, choose, limit, score
 from trellis.nn.parameters import Bias, Picking, Weight
-from trellis.nn.precision import for_each_use, in_one_type, in_type_of
+from trellis.nn.precision import in_one_type, in_type_of
 
 
 class Shared(eqx.Module):
@@ -185,5 +186,5 @@ class Experts(eqx.Module):
         made = [in_type_of(out, x) for out, x in zip(made, streams, strict=True)]
         if self.shared is None:
             return made
-        shared = for_each_use(self.shared, len(streams))
+        shared = for_each_part(self.shared, len(streams))
         return [out + own(x) for own, out, x in zip(shared, made, streams, strict=True)]

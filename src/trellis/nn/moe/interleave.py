@@ -15,6 +15,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.layout import current_layout
@@ -95,6 +96,38 @@ def held_once(layer, x: NamedArray, but: Sequence[NamedArray | None] = ()):
 
     others = jax.tree.map(brought, others, is_leaf=leaf)
     return eqx.combine(stays, *_gradients_in_order(experts, others), is_leaf=leaf)
+
+
+def for_each_part(layer, count: int) -> list:
+    """A layer once for each of `count` parts that use its parameters. Of narrow weights with delayed scales the
+    largest elements that the products of all parts met are kept, which JAX would add up as it does gradients.
+
+    Args:
+        layer: any module.
+        count: how many parts.
+    """
+    leaf = lambda w: isinstance(w, (NamedArray, Narrow))
+    leaves, structure = jax.tree.flatten(layer, is_leaf=leaf)
+    delayed = [isinstance(w, Narrow) and w.largest is not None for w in leaves]
+    if count == 1 or not any(delayed):
+        return [layer] * count
+
+    def parts(w, delayed: bool) -> list:
+        return [dataclasses.replace(w, largest=own) for own in _copies(w.largest, count)] if delayed else [w] * count
+
+    return [structure.unflatten(part) for part in zip(*map(parts, leaves, delayed), strict=True)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copies(largest, count: int) -> tuple:
+    return (largest,) * count
+
+
+def _largest_of_all(count: int, _, met: tuple) -> tuple:
+    return (jax.tree.map(lambda *each: functools.reduce(jnp.maximum, each), *met),)
+
+
+_copies.defvjp(lambda largest, count: (_copies(largest, count), None), _largest_of_all)
 
 
 @jax.custom_vjp
