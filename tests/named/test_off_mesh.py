@@ -220,6 +220,15 @@ def test_a_program_closes_over_arrays_of_a_mesh_after_their_layout_has_ended(jit
     np.testing.assert_array_equal(jit(lambda: x["b", np.array([2, -2])])(), [2, 6])
 
 
+def test_a_gradient_that_a_program_makes_of_no_argument_is_refused_after_its_layout_has_ended():
+    """JAX takes the devices from the arguments that a program reads: here from none."""
+    with _layout("explicit", params={"b": "data"}):
+        x = tr.shard(tr.ones({"b": 8}))
+    gradient = tr.named_jit(tr.grad(lambda x: tr.ones({"b": 8}).sum().array))
+    with pytest.raises(MeshError, match=r"must be called while that mesh is in force, got f32\[8@data\] and none"):
+        gradient(x)
+
+
 def test_two_meshes_after_their_layouts_have_ended():
     placed = []
     for sizes in ({"data": 8}, {"model": 8}):

@@ -18,6 +18,8 @@ from trellis.notation import PendingSumError, TypeMismatch
 _WHILE_COMPILING = ("select `which` must be scalar", "Use `.at[...].get(out_sharding=)`")
 # How JAX 0.10.2 and 0.12.0 refuse partial sums that a compiled function holds as constants.
 _HOLDS_PARTIAL_SUMS = ("device_indices_map doesn't work with unreduced", "sharding does not support UniqueIndexDomains")
+# How they refuse, while they compile, an array of a mesh that none of a program's arguments is on.
+_OF_A_MESH = re.compile(r"Length of device assignment .* of aval (\S+?\])")
 # The mesh axes of a dimension, as JAX writes a type.
 _SLICES = re.compile(r"@(\([^)]*\)|\w+)")
 
@@ -34,6 +36,7 @@ def jaxs_in_our_words(name: str, verb: str) -> Generator[None]:
         MeshError: a result that lies nobody knows where, with the user's line and what to write instead.
         TypeMismatch: as `raise_of_derivatives`.
         PendingSumError: the function holds partial sums that were computed outside of it.
+        MeshError: it makes an array of a mesh, on which none of its arguments is, while no mesh is in force.
     """
     try:
         yield
@@ -53,6 +56,11 @@ def raise_in_our_words(error: Exception, name: str, verb: str) -> None:
         raise PendingSumError(
             f"a compiled function cannot hold partial sums that were computed outside of it, got one that {name} reads "
             f"from around it, in {verb}: pass it as an argument, or settle it first"
+        ) from error
+    if found := _OF_A_MESH.search(str(error)):
+        raise MeshError(
+            f"a compiled function that makes an array of a mesh must be called while that mesh is in force, got "
+            f"{found[1]} and none in force, in {verb}: call it inside `with layout:`"
         ) from error
 
 
