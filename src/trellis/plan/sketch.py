@@ -62,100 +62,179 @@ def weight_counts(config: FamilyConfig) -> tuple[float, float, float, float]:
 
 def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     """The rough time and memory of a run whose mesh has these sizes."""
-    there = {axis: sizes[axis] for axis in outer_to_inner(sizes) if sizes[axis] > 1}
-    links: Links = links_of(there or {"data": 1}, target)
-    chip, m = target.chip, run.model
-    blocks, experts, tables, block = weight_counts(m)
-    head = tables if m.tie_embeddings else tables / 2
-    expert_y, per_token = sizes.get("expert_y", 1), m.experts_per_token
-    expert = expert_y * sizes.get("expert", 1)
-    active = experts * per_token / m.experts
-    devices, model = target.num_devices, sizes.get("model", 1)
-    shard = [axis for axis in ("data", "data_y", "data_z", "context") if sizes.get(axis, 1) > 1]
-    ways = math.prod(sizes[axis] for axis in shard) if shard else 1
-    sharded = run.layout.preset not in ("data", "single", "tensor")
-    stages, groups = sizes.get("stage", 1), run.layout.pipeline_groups
-    parts = run.layout.pipeline_microbatches or run.parts
-    ticks, units = parts * groups + stages - 1, parts * groups
-    largest = Parts(max(stacked(m), stages * groups), stages, groups)
-    # How much longer a step takes than its parts, because stages wait for others, and for those with one layer more.
-    idle = ticks / units * (largest.most * largest.count / largest.layers)
-    once = run.accumulation == "pending"
-    of_stage = (blocks + experts / expert) / stages  # weights of a stage's layers
-    tokens = max(b.size for b in run.batch_sizes()) * run.data.sequence_length
-    local = tokens / (devices / model)  # for the batch and positions of one group
-    sequence = model if run.layout.preset in ("fsdp_tensor_sequence", "auto", "hybrid") else 1
-    keep, again = _KEEP[run.remat.policy], _AGAIN[run.remat.policy]
-    of_choice, of_rows = _EXPERTS.get(run.remat.policy, (0, 0))
-    if run.remat.policy == "saved" and run.remat.names:
-        named = set(run.remat.names) - {EXPERT_WEIGHTS}
-        keep, again = _SOME.get(len(named), (keep, again)) if named else (_KEEP["full"], _AGAIN["full"])
-        of_choice, of_rows = len({"mlp_gate", "mlp_up"} & named), "mlp_rows" in named
-    gathered = 2.0 * experts / expert / stages / model if EXPERT_WEIGHTS in run.remat.names else 0.0
-    gates_again = max(0, 2 - of_choice) / 3  # an expert's last product is not made again
-    length = run.data.sequence_length
-    seen = keys_seen(m, length)
-    attention = 6.0 * attention_width(m) * seen * tokens
-    flops = ((6 + 2 * again) * (blocks + head) + (6 + 2 * gates_again) * active) * tokens / devices
-    narrow = max(1.0, 128 / (m.mlp / model))
-    # A kernel's backward pass recomputes scores: once on GPUs, for queries and for keys on TPUs. Named results stay.
-    kernel_again = 0.0 if run.remat.policy in ("none", "saved", "offload") else 1.0
-    kernels = attention * ((1.5 if chip.kind == "tpu" else 7 / 6) + kernel_again / 3) / devices
-    ring = sizes.get("context", 1) > 1 and run.layout.context == "ring"  # most of its tiles are seen whole
-    kernels /= chip.attention_rate(seen / m.layers, ring)
-    kernels *= idle
-    compute = flops / (chip.bf16_flops * chip.matmul_efficiency) * 1.15 * narrow * idle + kernels
-    if chip.kind == "tpu" and experts:  # what kernels make is copied to a loop's stack and back; else rows come again
-        rows, choices = m.embed * per_token, m.mlp * per_token * of_choice
-        passed = 2 * COPIED[chip.kind] * (choices + rows * of_rows) + rows * (not of_rows)
-        compute += 2 * 2.0 * passed * m.layers * local / model / chip.streaming_bandwidth
-    weights = activations = 0.0
-    if shard and sharded:
-        passes = 1 if parts > 1 and once else 2
-        moved = (2.0 * (of_stage + tables) / model * (passes + 2) - gathered) * (1 if once else parts * idle)
-        weights = moved / links.bandwidth(shard)
-    elif shard:
-        weights = 2 * 4.0 * (of_stage + tables) / model / links.bandwidth(shard)
-    if model > 1:
-        moved = (4 + 2 * again) * 2 * 2.0 * local * m.embed * m.layers * (model - 1) / model * idle
-        activations = moved / links.bandwidth(["model"])
-    if stages > 1:  # a part's stream and its gradient, every tick
-        moved = ticks * 2 * 2.0 * local * stages / parts / sequence * m.embed
-        activations += moved / links.bandwidth(["stage"], "permute")
-    context, head_dim = sizes.get("context", 1), m.head_dim
-    whole = 0.0  # bytes of one layer's keys and values that a device gathers
-    if context > 1:
-        keys = 2 * 2.0 * m.kv_heads / model * head_dim * local / parts
-        queries = 2 * 2.0 * m.heads / model * head_dim * local / parts
-        if run.layout.context == "gather":
-            moved, whole = (2 + again) * keys * (context - 1), keys * context
-            activations += parts * m.layers * moved / links.bandwidth(["context"])
-        elif run.layout.context == "exchange":
-            moved = (2 + again) * (keys + queries) * (context - 1) / context
-            activations += parts * m.layers * moved / links.bandwidth(["context"], "all-to-all")
-        else:  # what a ring moves is beside its kernels
-            moved = (4 + again) * keys * (context - 1)
-            activations += max(0.0, parts * m.layers * moved / links.bandwidth(["context"], "permute") - kernels)
-    if expert > 1:  # tokens go to their experts and back in each pass
-        moved = (4 + 2 * again) * 2.0 * local / model * m.embed * m.layers
-        routing = getattr(m, "routing", Routing())
-        moved *= (1 + _NARROW) / 2 if routing.dispatch else 1.0
-        near = expert // expert_y
-        activations += moved * per_token * (near - 1) / near / links.bandwidth(["expert"], "all-to-all")
-        if expert_y > 1:
-            copies = copies_of(per_token, expert_y, parts_met(expert_y, routing.groups, routing.groups_per_token))
-            activations += moved * copies * (expert_y - 1) / expert_y / links.bandwidth(["expert_y"], "all-to-all")
+    step = _Step(run, target, sizes)
+    kernels, weights = step.kernels(), step.weights_moved()
+    compute = step.products() + kernels + step.rows_copied()
+    activations = step.tensor_moved() + step.stages_moved() + step.context_moved(kernels) + step.experts_moved()
+    chip = target.chip
     hidden = min(weights * (0.5 if len(chip.overlap) == 1 else 1.0), compute * 0.9) if chip.overlap else 0.0
-    seconds = compute + activations + weights - hidden
-    state = 12.0 * (of_stage + tables) / (ways * model if sharded else model)
-    base, per_mlp, per_head = keep
-    # Kernels for GPUs gather rows from tokens, or from the tokens of the few devices that share experts.
-    rows_of = min(per_token, expert) if chip.kind == "gpu" else per_token
-    of_mlp = per_token * of_choice * m.mlp + rows_of * of_rows * m.embed if experts else per_mlp * m.mlp
-    width = base * m.embed + (of_mlp + per_head * m.embed) / model
-    width -= base * m.embed * (1 - 1 / sequence)
-    kept = gathered + 2.0 * width * m.layers * local / parts * (min(parts, 2 * stages) if stages > 1 else 1)
-    accumulated = (8.0 if once else 8.0 / ways) * (of_stage + tables) / model if parts > 1 else 0.0
-    rows = local * stages / parts
-    working = 4.0 * block / model / expert * 2 + 6.0 * head / model + 2.0 * 8 * rows * m.embed + whole
-    return Sketch(seconds, state + (1 + FRAGMENTATION) * (kept + accumulated + working))
+    return Sketch(compute + activations + weights - hidden, step.peak())
+
+
+class _Step:
+    """A step of a run on a mesh of some sizes: counts that its time and memory are made of.
+
+    Attributes:
+        chip, links: of the target.
+        m: the model.
+        blocks, experts, tables, block: as `weight_counts` has them.
+        head: weights of the unembedding.
+        model, stages, context, expert, expert_y: how many devices slice each; of experts, in all, and across hosts.
+        shard: the mesh axes that slice the weights of FSDP.
+        sharded: whether they do, and not only the batch.
+        parts: microbatches, or what goes through stages one after the other.
+        idle: how much longer a step takes than its parts, because stages wait for others, and for those with one layer
+            more.
+        once: whether weights are gathered once a step, and gradients are summed once.
+        of_stage: weights of a stage's layers on a device that has its experts alone.
+        tokens, local: of a batch, and of the devices that share a batch's part.
+        keep: what is kept of each token and layer (`_KEEP`).
+        again: the share of the forward pass that is computed again.
+        of_choice, of_rows: of a choice of experts (`_EXPERTS`).
+        gathered: bytes of gathered experts that are kept.
+    """
+
+    def __init__(self, run: Run, target: Target, sizes: dict[str, int]):
+        self.run, self.sizes, self.chip, self.m = run, sizes, target.chip, run.model
+        self.devices = target.num_devices
+        there = {axis: sizes[axis] for axis in outer_to_inner(sizes) if sizes[axis] > 1}
+        self.links: Links = links_of(there or {"data": 1}, target)
+        self.blocks, self.experts, self.tables, self.block = weight_counts(self.m)
+        self.head = self.tables if self.m.tie_embeddings else self.tables / 2
+        self.model, self.stages, self.context = (sizes.get(axis, 1) for axis in ("model", "stage", "context"))
+        self.expert_y = sizes.get("expert_y", 1)
+        self.expert = self.expert_y * sizes.get("expert", 1)
+        self.shard = [axis for axis in ("data", "data_y", "data_z", "context") if sizes.get(axis, 1) > 1]
+        self.sharded = run.layout.preset not in ("data", "single", "tensor")
+        groups, self.parts = run.layout.pipeline_groups, run.layout.pipeline_microbatches or run.parts
+        self.ticks, units = self.parts * groups + self.stages - 1, self.parts * groups
+        largest = Parts(max(stacked(self.m), self.stages * groups), self.stages, groups)
+        self.idle = self.ticks / units * (largest.most * largest.count / largest.layers)
+        self.once = run.accumulation == "pending"
+        self.of_stage = (self.blocks + self.experts / self.expert) / self.stages
+        self.tokens = max(b.size for b in run.batch_sizes()) * run.data.sequence_length
+        self.local = self.tokens / (self.devices / self.model)
+        self.sequence = self.model if run.layout.preset in ("fsdp_tensor_sequence", "auto", "hybrid") else 1
+        self.keep, self.again = _KEEP[run.remat.policy], _AGAIN[run.remat.policy]
+        self.of_choice, self.of_rows = _EXPERTS.get(run.remat.policy, (0, 0))
+        if run.remat.policy == "saved" and run.remat.names:
+            named = set(run.remat.names) - {EXPERT_WEIGHTS}
+            some = _SOME.get(len(named), (self.keep, self.again))
+            self.keep, self.again = some if named else (_KEEP["full"], _AGAIN["full"])
+            self.of_choice, self.of_rows = len({"mlp_gate", "mlp_up"} & named), "mlp_rows" in named
+        kept = EXPERT_WEIGHTS in run.remat.names
+        self.gathered = 2.0 * self.experts / self.expert / self.stages / self.model if kept else 0.0
+
+    def products(self) -> float:
+        """Seconds of products with weights."""
+        m = self.m
+        gates_again = max(0, 2 - self.of_choice) / 3  # an expert's last product is not made again
+        active = self.experts * m.experts_per_token / m.experts
+        dense = (6 + 2 * self.again) * (self.blocks + self.head)
+        flops = (dense + (6 + 2 * gates_again) * active) * self.tokens / self.devices
+        narrow = max(1.0, 128 / (m.mlp / self.model))
+        return flops / (self.chip.bf16_flops * self.chip.matmul_efficiency) * 1.15 * narrow * self.idle
+
+    def kernels(self) -> float:
+        """Seconds of attention's kernels."""
+        m, chip, policy = self.m, self.chip, self.run.remat.policy
+        seen = keys_seen(m, self.run.data.sequence_length)
+        attention = 6.0 * attention_width(m) * seen * self.tokens
+        # The backward pass makes scores again: once on GPUs, for queries and for keys on TPUs. Named results stay.
+        kernel_again = 0.0 if policy in ("none", "saved", "offload") else 1.0
+        kernels = attention * ((1.5 if chip.kind == "tpu" else 7 / 6) + kernel_again / 3) / self.devices
+        ring = self.context > 1 and self.run.layout.context == "ring"  # most of its tiles are seen whole
+        kernels /= chip.attention_rate(seen / m.layers, ring)
+        return kernels * self.idle
+
+    def rows_copied(self) -> float:
+        """Seconds in which TPUs copy what experts' kernels make to a loop's stack and back; else rows come again."""
+        m, chip = self.m, self.chip
+        if chip.kind != "tpu" or not self.experts:
+            return 0.0
+        rows, choices = m.embed * m.experts_per_token, m.mlp * m.experts_per_token * self.of_choice
+        passed = 2 * COPIED[chip.kind] * (choices + rows * self.of_rows) + rows * (not self.of_rows)
+        return 2 * 2.0 * passed * m.layers * self.local / self.model / chip.streaming_bandwidth
+
+    def weights_moved(self) -> float:
+        """Seconds of gathered weights and summed gradients."""
+        if not self.shard:
+            return 0.0
+        weights, bandwidth = self.of_stage + self.tables, self.links.bandwidth(self.shard)
+        if not self.sharded:
+            return 2 * 4.0 * weights / self.model / bandwidth
+        passes = 1 if self.parts > 1 and self.once else 2
+        moved = 2.0 * weights / self.model * (passes + 2) - self.gathered
+        return moved * (1 if self.once else self.parts * self.idle) / bandwidth
+
+    def tensor_moved(self) -> float:
+        """Seconds of activations along the axis of tensors."""
+        m, model = self.m, self.model
+        if model == 1:
+            return 0.0
+        moved = (4 + 2 * self.again) * 2 * 2.0 * self.local * m.embed * m.layers * (model - 1) / model * self.idle
+        return moved / self.links.bandwidth(["model"])
+
+    def stages_moved(self) -> float:
+        """Seconds of a part's stream and its gradient, every tick."""
+        if self.stages == 1:
+            return 0.0
+        moved = self.ticks * 2 * 2.0 * self.local * self.stages / self.parts / self.sequence * self.m.embed
+        return moved / self.links.bandwidth(["stage"], "permute")
+
+    def keys_and_queries(self) -> tuple[float, float]:
+        """Bytes of one layer's keys and values in a device's slice of positions, and of its queries and results."""
+        keys = 2 * 2.0 * self.m.kv_heads / self.model * self.m.head_dim * self.local / self.parts
+        queries = 2 * 2.0 * self.m.heads / self.model * self.m.head_dim * self.local / self.parts
+        return keys, queries
+
+    def context_moved(self, kernels: float) -> float:
+        """Seconds of keys, values and queries between slices of a sequence; a ring moves them beside its kernels."""
+        if self.context == 1:
+            return 0.0
+        (keys, queries), times = self.keys_and_queries(), self.parts * self.m.layers
+        if self.run.layout.context == "gather":
+            return times * ((2 + self.again) * keys * (self.context - 1)) / self.links.bandwidth(["context"])
+        if self.run.layout.context == "exchange":
+            moved = (2 + self.again) * (keys + queries) * (self.context - 1) / self.context
+            return times * moved / self.links.bandwidth(["context"], "all-to-all")
+        moved = (4 + self.again) * keys * (self.context - 1)
+        return max(0.0, times * moved / self.links.bandwidth(["context"], "permute") - kernels)
+
+    def experts_moved(self) -> float:
+        """Seconds of tokens on their way to their experts and back, in each pass."""
+        m, per_token = self.m, self.m.experts_per_token
+        if self.expert == 1:
+            return 0.0
+        routing = getattr(m, "routing", Routing())
+        moved = (4 + 2 * self.again) * 2.0 * self.local / self.model * m.embed * m.layers
+        moved *= (1 + _NARROW) / 2 if routing.dispatch else 1.0
+        near = self.expert // self.expert_y
+        seconds = moved * per_token * (near - 1) / near / self.links.bandwidth(["expert"], "all-to-all")
+        if self.expert_y > 1:
+            met = parts_met(self.expert_y, routing.groups, routing.groups_per_token)
+            sent = moved * copies_of(per_token, self.expert_y, met) * (self.expert_y - 1) / self.expert_y
+            seconds += sent / self.links.bandwidth(["expert_y"], "all-to-all")
+        return seconds
+
+    def peak(self) -> float:
+        """Bytes of a device."""
+        m, model, run = self.m, self.model, self.run
+        ways = math.prod(self.sizes[axis] for axis in self.shard)
+        state = 12.0 * (self.of_stage + self.tables) / (ways * model if self.sharded else model)
+        base, per_mlp, per_head = self.keep
+        # Kernels for GPUs gather rows from tokens, or from the tokens of the few devices that share experts.
+        per_token = m.experts_per_token
+        rows_of = min(per_token, self.expert) if self.chip.kind == "gpu" else per_token
+        of_experts = per_token * self.of_choice * m.mlp + rows_of * self.of_rows * m.embed
+        width = base * m.embed + ((of_experts if self.experts else per_mlp * m.mlp) + per_head * m.embed) / model
+        width -= base * m.embed * (1 - 1 / self.sequence)
+        at_once = min(self.parts, 2 * self.stages) if self.stages > 1 else 1
+        kept = self.gathered + 2.0 * width * m.layers * self.local / self.parts * at_once
+        several = self.parts > 1
+        accumulated = (8.0 if self.once else 8.0 / ways) * (self.of_stage + self.tables) / model if several else 0.0
+        rows = self.local * self.stages / self.parts
+        working = 4.0 * self.block / model / self.expert * 2 + 6.0 * self.head / model + 2.0 * 8 * rows * m.embed
+        if self.context > 1 and run.layout.context == "gather":
+            working += self.keys_and_queries()[0] * self.context  # of one layer
+        return state + (1 + FRAGMENTATION) * (kept + accumulated + working)
