@@ -62,7 +62,13 @@ def _options():
     parser.add_argument("--on", default="", help="also compiled for this chip, and executed by `prove`: v5e, H100, ...")
     parser.add_argument("--batch", type=int, default=300, help="programs a process")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.on:
+        from trellis.hardware.chips import chips
+
+        if options.on.lower() not in chips():
+            parser.error(f"--on takes a chip, got {options.on}: use one of {', '.join(chips())}")
+    return options
 
 
 def _batch(seeds: list[int], options, tally: Tally, retried: set[int]) -> list[int]:
