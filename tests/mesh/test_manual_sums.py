@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import trellis as tr
 from trellis.mesh.manual.reshard import TransitionError
@@ -230,3 +231,25 @@ def test_slices_of_a_sum_differ_and_their_squares_are_summed(scatter):
 def _norm_of_a_gathered_sum(x: tr.f32["batch/d e"]) -> tr.f32[""]:
     whole = tr.all_reduce("e +d -> e", tr.einsum("batch/d e -> e +d", x))
     return jnp.sqrt(jax.lax.psum((whole**2).sum(), "d"))
+
+
+@pytest.mark.parametrize("join", [jnp.concatenate, jnp.stack, lambda parts: ravel_pytree({"a": parts})[0]])
+def test_a_sum_of_parts_of_which_one_is_summed_is_refused(join):
+    """The gradient of what all devices hold is summed by JAX's types, that of what each has for itself is not."""
+
+    @tr.shard_map(mesh=tr.make_mesh(d=8))
+    def gradients(x: tr.f32["batch/d in"], w: tr.f32["in"]) -> tr.f32["in"]:
+        gradient = jax.grad(lambda w: jnp.sin(x @ w).sum())
+        own = gradient(jax.lax.pcast(w, ("d",), to="varying"))
+        return over(join([gradient(w), own])).reshape(2, -1)[1]
+
+    x, w = np.ones((8, 2), np.float32), np.ones(2, np.float32)
+    over = lambda parts: jax.lax.psum(parts, "d")
+    with pytest.raises(
+        PendingSumError, match="summed over it already in a part, and is joined.*: sum the others alone"
+    ):
+        gradients(x, w)
+    over = lambda parts: jax.lax.pmean(parts, "d")  # is right for a part that is already the mean
+    np.testing.assert_allclose(gradients(x, w), np.full(2, np.cos(2.0)), rtol=1e-6)
+    over = lambda parts: jax.lax.psum(jnp.where(jax.lax.axis_index("d") == 0, parts, 0), "d")
+    np.testing.assert_allclose(gradients(x, w), np.full(2, np.cos(2.0)), rtol=1e-6)

@@ -55,6 +55,8 @@ _JOINED = {
     "select_n": slice(1, None),
     "dynamic_update_slice": slice(2),
 }
+# Of these, those whose result has a place for each element; and operations after which it has.
+_HOLDS_PARTS = {"concatenate", "stack", "reshape", "transpose", "squeeze", "convert_element_type", "pvary", "neg"}
 # Operations that make only zeros of zeros.
 _KEEPS_ZEROS = {"broadcast_in_dim", "convert_element_type", "reshape", "pvary", "copy", "transpose", "squeeze"}
 # Calls of jitted functions, whose programs are traced once: lines inside may be an earlier call's.
@@ -73,12 +75,14 @@ class Held:
         pending: each device holds a part of the sum.
         settled: each device holds the same sum over devices.
         same: each device holds the same, whether it was summed, gathered or given so.
+        partly: a part of it is the same sum over devices on each, joined with what differs.
         given: whether the value depends on an argument. A constant is the same everywhere, and its sum counts devices.
     """
 
     pending: Axes = _NONE
     settled: Axes = _NONE
     same: Axes = _NONE
+    partly: Axes = _NONE
     given: bool = False
 
 
@@ -159,8 +163,9 @@ class _Check:
         settled, same = ([getattr(held, what) for held in operands] for what in ("settled", "same"))
         settled = (_alike_along(settled, operation) - over) | (over if name in _SETTLES else _NONE)
         same = (_alike_along(same, operation) - over) | (over if name in _SAME_AFTER else _NONE)
+        parts = _NONE.union(*(held.settled | held.partly for held in operands if name in _HOLDS_PARTS)) - settled
         given, lost = any(held.given for held in operands), [pending | summed(value) for value in operation.results]
-        return [Held(pending, settled - each, same - each, given) for each in lost]
+        return [Held(pending, settled - each, same - each, parts - each, given) for each in lost]
 
     def check_pairs(self, operation: Operation) -> None:
         """Refuses a permute that is no permutation of devices, of which JAX tells in a lowering, without the line, and
@@ -201,16 +206,21 @@ class _Check:
         not what was meant: a gradient that JAX's types have summed, say."""
         sizes = jax.sharding.get_abstract_mesh().shape
         over = [a for a in axes_over(operation) if sizes.get(a, 1) > 1]
-        settled, same = (
+        settled, same, partly = (
             sorted(_NONE.union(*(getattr(held, what) for held in operands)).intersection(over))
-            for what in ("settled", "same")
+            for what in ("settled", "same", "partly")
         )
         # The transpose of a value that was the same on all devices is a sum of their shares, which may be equal.
         if "transpose" in operation.scope and not in_a_rule(operation.equation):
             return
-        if twice := settled or (same if same and not _is_mean(operation, body) else []):
-            was = "was summed over it already" if settled else "is the same on all devices along it"
-            fix = "leave the second sum out" if settled else f"leave '{twice[0]}' out of the sum"
+        left = [] if _is_mean(operation, body) else same or partly
+        if twice := settled or left:
+            was, fix = "was summed over it already", "leave the second sum out"
+            if not settled and same:
+                was, fix = "is the same on all devices along it", f"leave '{same[0]}' out of the sum"
+            elif not settled:
+                was += " in a part, and is joined with what was not"
+                fix = "sum the others alone, and join them then"
             raise SecondSum(
                 f"a sum over devices needs values that differ between them, got {operation.name} over '{twice[0]}' of "
                 f"a value that {was}, in `{self.bindings.function}`{line_of(operation)}: {fix}"
@@ -235,7 +245,13 @@ class _Check:
             if entering and len(got) == len(operation.results):
                 pairs = zip(outs or got, got, strict=True)
                 outs = [
-                    Held(a.pending | b.pending, a.settled & b.settled, a.same & b.same, a.given or b.given)
+                    Held(
+                        a.pending | b.pending,
+                        a.settled & b.settled,
+                        a.same & b.same,
+                        a.partly & b.partly,
+                        a.given or b.given,
+                    )
                     for a, b in pairs
                 ]
             elif any(held.pending for held in operands) and not typed:
