@@ -169,3 +169,14 @@ def test_all_combinations_are_made_as_the_refusals_say():
     assert np.asarray(x.at["a", both, "b", others].add(1.0) - x).sum() == 6
     with pytest.raises(tr.NamesError, match="rename one of them, or broadcast one of them to all names"):
         tr.stack([ones, others], "s")
+
+
+def test_a_table_of_no_rows_that_rests_in_slices_reads_zeros():
+    ids = tr.from_numpy(np.zeros(4, np.int32), "pos")
+    with tr.Layout(tr.make_mesh(data=4, model=2), params={"vocab": "data"}, compute={"pos": "data"}):
+        table = tr.shard(tr.zeros({"vocab": 0, "embed": 2}))
+        rows, gradient = tr.named_jit(
+            lambda t: (tr.take(t, "vocab", ids), tr.grad(lambda t: tr.take(t, "vocab", ids).sum())(t))
+        )(table)
+        np.testing.assert_array_equal(rows, np.zeros((4, 2)))
+        assert tr.typeof(gradient) == tr.typeof(table)

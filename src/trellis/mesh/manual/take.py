@@ -1,6 +1,7 @@
 """Lookups in the notation, of plain arrays: `take("vocab/m embed, batch/d -> batch/d embed +m", table, ids)`."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from trellis.mesh.manual.row_sums import row_sums
 from trellis.mesh.platform import adds_in_any_order
 from trellis.notation import NotationError, Shape, spec_of
 from trellis.notation.binding import bind_shape, left_axes, live, real_axes
-from trellis.notation.state import mode_of, state_of
+from trellis.notation.state import mesh_of, mode_of, state_of
 
 Names = tuple[str, ...]
 
@@ -242,9 +243,13 @@ def rows_of(table, ids, axis: int, sharding=None, *, whole: bool = True):
 
 
 def _with_a_row(table, axes: Sequence[int]):
-    """A table that has a row of zeros along these dimensions if it has none: JAX looks nothing up in such a one."""
-    more = [(0, int(i in axes and not size), 0) for i, size in enumerate(table.shape)]
-    return jax.lax.pad(table, jnp.zeros((), table.dtype), more) if any(end for _, end, _ in more) else table
+    """A table that has a row of zeros along these dimensions if it has none, in each slice: JAX looks nothing up in
+    such a one."""
+    if all(table.shape[i] for i in axes):
+        return table
+    parts = [math.prod(mesh_of(table).shape[axis] for axis in mine) for mine in state_of(table).axes]
+    more = [(0, parts[i] if i in axes and not size else 0, 0) for i, size in enumerate(table.shape)]
+    return jax.lax.pad(table, jnp.zeros((), table.dtype), more)
 
 
 def _in_order(at, axis: int, like, *, placed: bool):
