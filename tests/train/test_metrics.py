@@ -187,6 +187,10 @@ def test_wandb_goes_on_under_the_same_id_and_offline(tmp_path, monkeypatch):
     first, log, text, end, second = calls[:5]
     assert first["mode"] == "offline" and first["config"] == {"steps": 3} and first["resume"] == "allow"
     assert first["id"] == second["id"]
+
+    (tmp_path / "wandb-id").write_text("")  # of a run that was killed between the file and what is in it
+    open_trackers(["wandb"], tmp_path)[0].close()
+    assert len(calls[-1]["id"]) == 8, "of an empty one, Weights & Biases makes an error"
     assert (log, text, end) == ((1, {"loss": 2.0}), (1, {"sample": "<pre>a &lt; b</pre>"}), "finish")
 
 

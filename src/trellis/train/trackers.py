@@ -133,8 +133,8 @@ class WandB:
     def __init__(self, folder: Path, config: Mapping[str, Any] | None = None):
         wandb = _need("wandb", "wandb")
         id_file = folder / "wandb-id"
-        if not id_file.exists():
-            id_file.write_text(os.urandom(4).hex())
+        if not (id_file.exists() and id_file.read_text().strip()):
+            write_whole(id_file, os.urandom(4).hex())
         self._wandb = wandb
         self._run = wandb.init(
             project="trellis",
