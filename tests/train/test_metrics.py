@@ -274,6 +274,16 @@ def test_time_left_is_that_to_a_pause(monkeypatch):
     assert last.startswith("step 40/100") and "left" not in last
 
 
+def test_lines_that_come_together_take_no_less_than_their_steps_did(monkeypatch):
+    """As with a line a step, after a compilation that steps waited for."""
+    clock = iter([0.0, 0.002, 0.004])
+    monkeypatch.setattr("trellis.train.progress.time.monotonic", lambda: next(clock))
+    progress = Progress(100, stream=(stream := io.StringIO()), every=0.0)
+    for step in (10, 20, 30):
+        progress.update({**LINE, "step": step, "seconds": 5.0})
+    assert [line.partition("  left ")[2] for line in stream.getvalue().splitlines()] == ["", "40 s", "35 s"]
+
+
 def test_a_laptop_that_slept_is_no_part_of_the_pace(monkeypatch):
     """What takes long again and again, as evaluations do, is."""
     clock = iter([0.0, 1.0, 3601.0, 3602.0, 3610.0, 3618.0])

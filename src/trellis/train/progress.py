@@ -32,7 +32,7 @@ class Progress:
         self._tty = self._stream.isatty()
         # The time left follows from the last hundred lines, but only from those since the last compilation, which is
         # not part of the pace.
-        self._times: deque[tuple[int, float]] = deque(maxlen=100)
+        self._times: deque[tuple[int, float, float]] = deque(maxlen=100)  # step, when it came, how long it took
         self._shown: float | None = None
         self._losses: list[float | None] = []
         self._bar = self._unshown = ""
@@ -40,7 +40,7 @@ class Progress:
     def update(self, line: Mapping[str, float | int | None]) -> None:
         """Shows a line of metrics, as `Meter.line` makes it."""
         now = time.monotonic()
-        self._times.append((int(line["step"]), now))
+        self._times.append((int(line["step"]), now, line.get("seconds") or 0.0))
         self._losses.append(line.get("loss"))
         text = self.describe(line)
         if self._tty:
@@ -105,15 +105,14 @@ class Progress:
 
     def _left(self, step: int) -> float | None:
         """Seconds at the pace of the lines so far. One that took ten times as long as any other was a pause: a laptop
-        that slept, or a run that was stopped and continued."""
+        that slept, or a run that was stopped and continued. Lines that come together, as after a compilation, take no
+        less than their steps did."""
         pairs = itertools.pairwise(self._times)
-        spans = sorted((end - start, last - first) for (first, start), (last, end) in pairs)
+        spans = sorted((end - start, last - first, own) for (first, start, _), (last, end, own) in pairs)
         if len(spans) > 1 and spans[-1][0] > _PAUSE * spans[-2][0]:
             spans.pop()
-        steps = sum(steps for _, steps in spans)
-        if steps <= 0 or step >= self._stop:
-            return None
-        return (self._stop - step) * sum(seconds for seconds, _ in spans) / steps
+        between, steps, own = (sum(part) for part in zip(*spans)) if spans else (0.0, 0, 0.0)
+        return (self._stop - step) * max(between, own) / steps if steps > 0 and step < self._stop else None
 
     def _draw(self, text: str) -> str:
         """The line, after the curve of the loss so far if there is room for it."""
