@@ -176,12 +176,11 @@ def _stepped(ledger: Ledger, compiled: Ledger, scatter_as_reduce: bool) -> dict[
             for payload in (row.payloads or (row.payload,)) if row.kind in kinds else ():
                 over[row.reduction, frozenset(row.axes), payload] += sign * row.times
     found: Counter[str] = Counter()
-    mesh = Ledger((), compiled.mesh)
 
     def send(axes: frozenset[str], payload: int, runs: int) -> None:
-        sent = wire_bytes("all-reduce", math.prod(mesh.mesh[axis] for axis in axes), payload)
+        sent = wire_bytes("all-reduce", math.prod(compiled.mesh[axis] for axis in axes), payload)
         row = Row(kind="all-reduce", axes=tuple(axes), what="", dtype="", payload=payload, wire=sent)
-        for axis, wire in mesh.split(row):
+        for axis, wire in compiled.split(row):
             found[axis] += wire * runs
 
     for how, axes, payload in sorted(filter(over.get, over), key=lambda key: -len(key[1])):

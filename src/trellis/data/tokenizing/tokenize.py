@@ -82,23 +82,7 @@ def tokenize(
     out, commit_seconds = path(out, "out", "tokenize"), _seconds(commit_seconds)
     given = {"use_bytes": use_bytes, "chat": chat, "restart": restart, "wait": wait, "progress": progress}
     use_bytes, chat, restart, wait, progress = (flag(value, name, "tokenize") for name, value in given.items())
-    if not isinstance(tokenizer, Tokenizer | str | os.PathLike | None):
-        rule, fix = "A tokenizer must be a `Tokenizer`, or a path to one.", "write load_tokenizer(path), or the path"
-        raise UserError(rule, seen=f"tokenizer={shortened(repr(tokenizer), 80)}", where="tokenize", fix=fix)
-    if sum([tokenizer is not None, train_bpe is not None, use_bytes]) != 1:
-        raise UserError(
-            "Tokenizing needs exactly one tokenizer.",
-            seen=f"tokenizer={tokenizer!r}, train_bpe={train_bpe}, use_bytes={use_bytes}",
-            where="trellis tokenize",
-            fix="use one of --tokenizer PATH, --train-bpe N, --bytes",
-        )
-    if end_of_document is not None and not isinstance(tokenizer, str | os.PathLike):
-        raise UserError(
-            "The end-of-document token can be chosen only for a tokenizer that is read from a path.",
-            seen=f"{end_of_document}, of a tokenizer that is {'given' if tokenizer else 'made here'}",
-            where="--end-of-document",
-            fix="leave it out, or use --tokenizer PATH",
-        )
+    _check_tokenizer(tokenizer, train_bpe, use_bytes, end_of_document)
     if on_error not in ("fail", "skip"):
         raise UserError(
             "`on_error` must be fail or skip.",
@@ -172,6 +156,27 @@ def tokenize(
         with _pool(job, workers) as pool, bar:
             _run(source, writer, pool, on_error, commit_seconds, all_fields=job.all_fields, bar=bar)
     return Store(out)
+
+
+def _check_tokenizer(tokenizer, train_bpe: int | None, use_bytes: bool, end_of_document: str | None) -> None:
+    """Refuses a tokenizer of another type, none or several, and an end of documents for one that has its own."""
+    if not isinstance(tokenizer, Tokenizer | str | os.PathLike | None):
+        rule, fix = "A tokenizer must be a `Tokenizer`, or a path to one.", "write load_tokenizer(path), or the path"
+        raise UserError(rule, seen=f"tokenizer={shortened(repr(tokenizer), 80)}", where="tokenize", fix=fix)
+    if sum([tokenizer is not None, train_bpe is not None, use_bytes]) != 1:
+        raise UserError(
+            "Tokenizing needs exactly one tokenizer.",
+            seen=f"tokenizer={tokenizer!r}, train_bpe={train_bpe}, use_bytes={use_bytes}",
+            where="trellis tokenize",
+            fix="use one of --tokenizer PATH, --train-bpe N, --bytes",
+        )
+    if end_of_document is not None and not isinstance(tokenizer, str | os.PathLike):
+        raise UserError(
+            "The end-of-document token can be chosen only for a tokenizer that is read from a path.",
+            seen=f"{end_of_document}, of a tokenizer that is {'given' if tokenizer else 'made here'}",
+            where="--end-of-document",
+            fix="leave it out, or use --tokenizer PATH",
+        )
 
 
 def _seconds(value) -> float:
