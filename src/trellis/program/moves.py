@@ -15,7 +15,7 @@ slowest link, but not fewer in all:
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from trellis.notation.state import State
 
@@ -75,86 +75,121 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
     >>> transition(sharded, whole, 4096, {"x": 4})
     [Move(kind='all-gather', axes=('x',), payload=4096, wire=3072)]
     """
-
     if before.axes == after.axes and before.pending == after.pending:
         return []  # as most do
+    route = _Route(before, after, num_bytes, sizes)
+    route.settle()
+    if not route.permuted():
+        route.replace()
+        route.swap()
+        route.gather()
+    return route.moves
 
-    def real(axes) -> tuple[str, ...]:
-        return tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
 
-    def count(axes) -> int:
-        return math.prod(sizes[axis] for axis in axes)
+class _Route:
+    """A transition on its way: the moves so far, and where the array lies after them.
 
-    moves: list[Move] = []
+    Attributes:
+        old, new: the mesh axes of each dimension, without those of size 1.
+        from_dim: the dimension that each mesh axis slices by now; what is replaced is taken out.
+        to_dim: the dimension that it slices in the end.
+        pending: mesh axes over which a sum stays pending, or becomes one.
+        settled: mesh axes over which a sum is settled.
+        gone: the mesh axes that each dimension loses and that slice no other.
+        local: bytes on a device.
+    """
 
-    def move(kind: str, axes, payload: int) -> None:
-        moves.append(Move(kind, tuple(axes), payload, wire_bytes(kind, count(axes), payload)))
+    def __init__(self, before: State, after: State, num_bytes: int, sizes: Mapping[str, int]):
+        self.sizes, self.moves = sizes, []
+        self.old, self.new = [self.real(axes) for axes in before.axes], [self.real(axes) for axes in after.axes]
+        self.from_dim = {axis: index for index, axes in enumerate(self.old) for axis in axes}
+        self.to_dim = {axis: index for index, axes in enumerate(self.new) for axis in axes}
+        self.gone = {i: [axis for axis in axes if axis not in self.to_dim] for i, axes in enumerate(self.old)}
+        self.pending = after.pending
+        self.settled = self.real(sorted(before.pending - after.pending, key=list(sizes).index))
+        self.local = num_bytes // self.count(self.from_dim)
 
-    old, new = [real(axes) for axes in before.axes], [real(axes) for axes in after.axes]
-    from_dim = {axis: index for index, axes in enumerate(old) for axis in axes}
-    to_dim = {axis: index for index, axes in enumerate(new) for axis in axes}
-    local = num_bytes // count(from_dim)
+    def real(self, axes: Iterable[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if self.sizes.get(axis, 1) > 1)
 
-    settled = [axis for axis in sorted(before.pending, key=list(sizes).index) if axis not in after.pending]
-    settled = list(real(settled))
-    targets = {to_dim.get(axis) for axis in settled}
-    scatters = len(targets) == 1 and all(i is not None and {*old[i]} <= {*new[i]} for i in targets)
-    if scatters:
-        move("reduce-scatter", settled, local)
-        local //= count(settled)
-        from_dim.update({axis: to_dim[axis] for axis in settled})
-    elif settled:
-        move("all-reduce", settled, local)
+    def count(self, axes: Iterable[str]) -> int:
+        return math.prod(self.sizes[axis] for axis in axes)
 
-    held = [[*axes, *(a for a in settled if from_dim.get(a) == i)] for i, axes in enumerate(old)]
-    if [count(axes) for axes in held] == [count(axes) for axes in new]:
-        changed = [axis for was, now in zip(held, new) for axis in _elsewhere(was, now, sizes)]
-        if changed:  # as many slices of each dimension, on other devices
-            move("permute", dict.fromkeys(changed), local)
-        return moves
+    def move(self, kind: str, axes: Iterable[str]) -> None:
+        """Adds a collective over these mesh axes."""
+        axes = tuple(axes)
+        self.moves.append(Move(kind, axes, self.local, wire_bytes(kind, self.count(axes), self.local)))
 
-    gone = {i: [a for a in axes if a not in to_dim] for i, axes in enumerate(old)}
-    come = {i: [a for a in axes if a not in from_dim] for i, axes in enumerate(new)}
-    for index in range(len(old)):
-        if not (gone[index] and come[index]):
-            local //= count(come[index])  # a slice
-            continue
-        lost, gained = count(gone[index]), count(come[index])  # `a/x -> a/y`: other devices hold the same slices
-        if lost % gained and gained % lost:  # halves are not made of thirds: whole, and then a slice
-            local *= lost
-            move("all-gather", gone[index], local)
-            local //= gained
-        else:
-            local //= max(gained // lost, 1)
-            move("permute", (*gone[index], *come[index]), local)
-            ratio = max(lost // gained, 1)
-            if ratio > 1:
-                local *= ratio
-                moves.append(Move("all-gather", tuple(gone[index]), local, (ratio - 1) * local // ratio))
-        for axis in gone[index]:
-            del from_dim[axis]
-        gone[index] = []
+    def settle(self) -> None:
+        """Settles pending sums."""
+        targets = {self.to_dim.get(axis) for axis in self.settled}
+        if len(targets) == 1 and all(i is not None and {*self.old[i]} <= {*self.new[i]} for i in targets):
+            self.move("reduce-scatter", self.settled)
+            self.local //= self.count(self.settled)
+            self.from_dim.update({axis: self.to_dim[axis] for axis in self.settled})
+        elif self.settled:
+            self.move("all-reduce", self.settled)
 
-    swaps: dict[tuple[int, int], list[str]] = {}
-    for axis, source in from_dim.items():
-        if axis in to_dim and to_dim[axis] != source:
-            swaps.setdefault((source, to_dim[axis]), []).append(axis)
-    for (_, target), axes in swaps.items():
-        move("all-to-all", axes, local)
-        if new[target][len(new[target]) - len(axes) :] != tuple(axes):
-            move("permute", new[target], local)
-    for was, now in zip(old, new):
-        if was != now and sorted(was) == sorted(now):
-            move("permute", was, local)
-    for index, axes in reversed(gone.items()):
-        if not axes:
-            continue
-        if old[index][len(old[index]) - len(axes) :] != tuple(axes):
-            move("permute", old[index], local)
-        local *= count(axes)
-        if not after.pending.issuperset(axes):
-            move("all-gather", axes, local)
-    return moves
+    def permuted(self) -> bool:
+        """Whether each dimension has as many slices by now as it is to have: on other devices, they are permuted."""
+        held = [[*axes, *(a for a in self.settled if self.from_dim.get(a) == i)] for i, axes in enumerate(self.old)]
+        alike = [self.count(axes) for axes in held] == [self.count(axes) for axes in self.new]
+        if alike and (changed := [a for was, now in zip(held, self.new) for a in _elsewhere(was, now, self.sizes)]):
+            self.move("permute", dict.fromkeys(changed))
+        return alike
+
+    def replace(self) -> None:
+        """Slices dimensions by mesh axes that slice none yet; `a/x -> a/y` brings other devices the same slices."""
+        for index, axes in enumerate(self.new):
+            gone, come = self.gone[index], [axis for axis in axes if axis not in self.from_dim]
+            lost, gained = self.count(gone), self.count(come)
+            if not (gone and come):
+                self.local //= gained  # a slice
+                continue
+            if lost % gained and gained % lost:  # halves are not made of thirds: whole, and then a slice
+                self.local *= lost
+                self.move("all-gather", gone)
+                self.local //= gained
+            else:
+                self.local //= max(gained // lost, 1)
+                self.move("permute", (*gone, *come))
+                ratio = max(lost // gained, 1)
+                if ratio > 1:
+                    self.local *= ratio
+                    self.moves.append(Move("all-gather", tuple(gone), self.local, (ratio - 1) * self.local // ratio))
+            for axis in gone:
+                del self.from_dim[axis]
+            self.gone[index] = []
+
+    def swap(self) -> None:
+        """Takes mesh axes from the dimensions that they slice to others, and puts those of each in order."""
+        swaps: dict[tuple[int, int], list[str]] = {}
+        for axis, source in self.from_dim.items():
+            if axis in self.to_dim and self.to_dim[axis] != source:
+                swaps.setdefault((source, self.to_dim[axis]), []).append(axis)
+        for (_, target), axes in swaps.items():
+            self.move("all-to-all", axes)
+            if not _is_minor(axes, self.new[target]):
+                self.move("permute", self.new[target])
+        for was, now in zip(self.old, self.new):
+            if was != now and sorted(was) == sorted(now):
+                self.move("permute", was)
+
+    def gather(self) -> None:
+        """Gathers over the mesh axes that slice nothing in the end."""
+        for index, axes in reversed(self.gone.items()):
+            if not axes:
+                continue
+            if not _is_minor(axes, self.old[index]):
+                self.move("permute", self.old[index])
+            self.local *= self.count(axes)
+            if not self.pending.issuperset(axes):
+                self.move("all-gather", axes)
+
+
+def _is_minor(axes: Sequence[str], of: Sequence[str]) -> bool:
+    """Whether these are the last of the mesh axes that slice a dimension, in their order."""
+    return tuple(of[len(of) - len(axes) :]) == tuple(axes)
 
 
 def _elsewhere(was: Sequence[str], now: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
