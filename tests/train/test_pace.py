@@ -110,7 +110,7 @@ def test_a_trial_takes_the_fastest_of_steps_that_were_compiled():
 def test_a_run_tells_its_time_before_it_begins_and_again_where_that_was_wrong(
     tmp_path, monkeypatch, expected, measured, told
 ):
-    monkeypatch.setattr("trellis.train.loop._WORTH_TELLING", 0.0)
+    monkeypatch.setattr("trellis.train.lines._WORTH_TELLING", 0.0)
     shown, mesh = io.StringIO(), mesh_of(2, 1)
     run = run_of(12, evaluation=Evaluation(every=4, batches=10**6))  # more than there are
     pace = expected and Pace(token_seconds=expected, basis="as was said" * measured, measured=measured)

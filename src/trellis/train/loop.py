@@ -4,10 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,16 +22,15 @@ from trellis.train.anew import told_of_no_lines, told_of_starting_over
 from trellis.train.assemble import Assembled
 from trellis.train.compilation import CompiledStep
 from trellis.train.distributed import is_first
-from trellis.train.drain import Drain, Record
+from trellis.train.drain import Drain
 from trellis.train.flops import costs
 from trellis.train.guard import Guard
+from trellis.train.lines import Lines, due
 from trellis.train.metrics import Meter, Work
-from trellis.train.out_of_range import named_tensor
-from trellis.train.pace import Pace, tokens_of
+from trellis.train.pace import Pace
 from trellis.train.profile import Profiler
 from trellis.train.progress import Progress
 from trellis.train.stopping import (
-    LossNotFinite,
     RunStopped,
     Signals,
     StoppedTogether,
@@ -43,18 +40,11 @@ from trellis.train.stopping import (
 )
 from trellis.train.timeline import Timeline
 from trellis.train.together import wait_for_others
-from trellis.train.trackers import Tracker, open_trackers, read_lines
+from trellis.train.trackers import open_trackers, read_lines
 from trellis.train.watchdog import Watchdog
 
 # How many steps may be dispatched before the first of them is finished. (More than 32 hang XLA on several CPU devices.)
 _AHEAD = 4
-# After this many steps past the first, a run's time is reported again if it is off by more than this share.
-_PACED, _OFF = 3, 0.2
-# Seconds. A shorter run is not worth a line.
-_WORTH_TELLING = 20.0
-_UNKNOWN = "takes    unknown until its first steps: no such step has been measured on this machine"
-# The median of this many of the newest steps is kept for later runs.
-_REMEMBERED = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,13 +170,8 @@ class _Loop:
         self._assembled, self._run, self._feed, self._folder = assembled, assembled.run, feed, folder
         self._saved, self._signals, self._compiled, self._pace = saved, signals, compiled, pace
         self._stop = self._run.steps if until is None else min(self._run.steps, until)
-        self._not_finite, self._first = 0, ""  # steps in a row, and words for what was first in them
-        self._made, self._owed = 0, False  # steps of this start; a sample after the last of them
+        self._owed = False  # a sample after the last step of this start
         self._newest: Any = None
-        self._unchecked: deque[Record] = deque()
-        self._paces: deque[float] = deque(maxlen=_REMEMBERED)
-        self._lines: list[dict] = []
-        self._trackers: list[Tracker] = []
         self._programs: list[Any] = []
         self._drain: Drain | None = None
         self._timeline = Timeline(folder / "timeline.jsonl" if is_first() else None)
@@ -200,15 +185,26 @@ class _Loop:
             check_as_saved(run, self._folder, self._saved.path(start))
             self._feed.check_text(data.get("text", {}))
         self._progress = progress or Progress(run.steps, stop=self._stop)
-        anew = "" if restored is not None else told_of_starting_over(self._folder)
-        self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else anew)
-        if is_first():
-            self._note(told_of_no_lines(self._folder, start))
-        del restored  # the step will donate its arrays
-        self._not_finite, self._first = data.get("not_finite", (0, ""))
-        self._timeline.add("resumed" if start else "started", start)
-        self._foretell(start)
         self._meter = Meter(tokens=data["tokens"], spent=data.get("seconds", 0.0), work=work)
+        self._lines = Lines(
+            assembled,
+            self._meter,
+            self._progress,
+            stop=self._stop,
+            pace=self._pace,
+            tokens=self._feed.tokens,
+            validation_batches=None if self._feed.evaluate is None else self._feed.validation_batches,
+            not_finite=tuple(data.get("not_finite", (0, ""))),
+            last_good=lambda: _last_good(self._saved, others_live=True),
+            settle=lambda: jax.block_until_ready(self._newest),
+        )
+        anew = "" if restored is not None else told_of_starting_over(self._folder)
+        self._lines.note(f"resuming after step {start}, from {self._saved.path(start)}" if start else anew)
+        if is_first():
+            self._lines.note(told_of_no_lines(self._folder, start))
+        del restored  # the step will donate its arrays
+        self._timeline.add("resumed" if start else "started", start)
+        self._lines.foretell(start)
         try:
             with contextlib.ExitStack() as self._open:
                 self._open.callback(self._progress.close)
@@ -221,8 +217,9 @@ class _Loop:
                 )
                 self._open.callback(self._watch.close)
                 if is_first():
-                    self._trackers = open_trackers(run.logging.trackers, self._folder, step=start, config=plain(run))
-                for tracker in self._trackers:
+                    kinds = run.logging.trackers
+                    self._lines.trackers = open_trackers(kinds, self._folder, step=start, config=plain(run))
+                for tracker in self._lines.trackers:
                     self._open.callback(tracker.close)
                 if data.get("owed") and start < run.steps:
                     self._sample(state, start)
@@ -240,25 +237,25 @@ class _Loop:
             state=state,
             step=made,
             exit_code=exit_code,
-            lines=self._lines,
+            lines=self._lines.logged,
             programs=self._programs,
-            token_seconds=self._measured(),
+            token_seconds=self._lines.token_seconds,
         )
 
     def _enter(self, phase: Assembled, state: Any, index: int) -> tuple[CompiledStep, Any]:
         """The step for sequences of one length, and the state for it. Measurements of steps start anew."""
         if self._drain is not None:
-            self._handle(self._drain.flush(), certain=index)
+            self._lines.take(self._drain.flush(), certain=index)
             size, length = phase.abstract_batch(index).shape
-            self._note(f"from step {index + 1} on, sequences of {length:,} tokens, {size:,} in a step")
+            self._lines.note(f"from step {index + 1} on, sequences of {length:,} tokens, {size:,} in a step")
             self._timeline.add("length", index, sequence_length=length, batch_size=size)
-            self._pace, self._made = None, 0
+            self._lines.forget_pace()
         if phase is not self._assembled and self._meter.work is not None:
             self._meter.work = dataclasses.replace(self._meter.work, **costs(phase))
         self._watch.forget()
         self._drain = Drain(max_ahead=_AHEAD, finished=self._watch.finished)
         self._open.callback(self._drain.close)
-        self._guard = Guard(phase)
+        self._guard = self._lines.guard = Guard(phase)
         return CompiledStep(phase.step, phase.compiler_options), phase.takes(state)
 
     def _steps(self, state: Any, start: int) -> tuple[Any, int, int]:
@@ -282,46 +279,23 @@ class _Loop:
                 phase = self._assembled.at(index)
                 with self._watch.excused("goes on to another length of sequences"):
                     step, state = self._enter(phase, state, index)
-            anew = not step.is_compiled(batch)
-            self._watch.doing(f"hands over step {made}")
-            with self._watch.excused("compiles the step") if anew else contextlib.nullcontext():
-                if anew:
-                    self._compile(step, state, batch, index)
-                replayed = self._guard.replay(step, state, batch, made)
-                handed = time.perf_counter()
-                state, metrics = step(state, batch)
-            self._watch.doing(f"waits for the devices, which have steps up to {made}", dispatched=made)
-            self._newest = metrics
-            self._drain.push(made, metrics, waited, handed)
-            if anew and self._compiled is not None:
-                with self._watch.excused("reads the compiled step"):
-                    last_good = lambda: _last_good(self._saved, others_live=True)
-                    self._note(self._compiled(step.programs[-1], index, last_good))
-                self._drain.excuse()
+            state, metrics, replayed = self._hand_over(step, state, batch, made, waited)
             if profile.ends(index, metrics):
                 with self._watch.excused("writes the profile"):
                     profile.close()
                 self._drain.excuse()
             exit_code = self._signals.exit_code()
             last = made >= self._stop or exit_code is not None
-            save = last or _due(made, run.checkpoints.every)
+            save = last or due(made, run.checkpoints.every)
             again = self._feed.again and functools.partial(self._feed.again, index)
             if compared := replayed | self._guard.digests(state, batch, made, save=save, again=again):
                 self._drain.add(compared)
-            if self._feed.evaluate is not None and (made >= run.steps or _due(made, run.evaluation.every)):
-                with self._watch.excused(f"evaluates after step {made}"):
-                    self._drain.add(self._feed.evaluate(state, made))
-                self._timeline.add("evaluation", made)
-                if run.evaluation.sample and made < run.steps:
-                    self._owed = exit_code is not None  # whoever sends a signal may not wait for a text
-                    if not self._owed:
-                        self._handle(self._drain.flush(), certain=made)  # trackers want steps in their order
-                        self._sample(state, made)
-                        self._drain.excuse()
-            self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
+            if (evaluate := self._feed.evaluate) and (made >= run.steps or due(made, run.evaluation.every)):
+                self._evaluate(evaluate, state, made, stops=exit_code is not None)
+            self._lines.take(self._drain.poll(), certain=made - _AHEAD - 1)
             if save:
                 # What is saved is known to be good: every loss up to it was checked, and its copies were compared.
-                self._handle(self._drain.flush(), certain=made)
+                self._lines.take(self._drain.flush(), certain=made)
                 self._save(state, made)
             if last:
                 profile.close()
@@ -337,14 +311,58 @@ class _Loop:
             fix="repeat the data, or train for fewer steps",
         )
 
+    def _hand_over(
+        self, step: CompiledStep, state: Any, batch: Any, made: int, waited: tuple[float, float]
+    ) -> tuple[Any, dict[str, jax.Array], dict[str, jax.Array]]:
+        """Hands a step to the devices, and compiles it first if its batch has a new shape.
+
+        Args:
+            step: the step, which donates its state.
+            state, batch: its arguments.
+            made: how many steps will have been made after it.
+            waited: when the wait for the batch began and ended.
+
+        Returns:
+            The state and the metrics to be, and digests of the same step on a copy, if it was made twice.
+        """
+        anew = not step.is_compiled(batch)
+        self._watch.doing(f"hands over step {made}")
+        with self._watch.excused("compiles the step") if anew else contextlib.nullcontext():
+            if anew:
+                self._compile(step, state, batch, made - 1)
+            replayed = self._guard.replay(step, state, batch, made)
+            handed = time.perf_counter()
+            state, metrics = step(state, batch)
+        self._watch.doing(f"waits for the devices, which have steps up to {made}", dispatched=made)
+        self._newest = metrics
+        self._drain.push(made, metrics, waited, handed)
+        if anew and self._compiled is not None:
+            with self._watch.excused("reads the compiled step"):
+                last_good = lambda: _last_good(self._saved, others_live=True)
+                self._lines.note(self._compiled(step.programs[-1], made - 1, last_good))
+            self._drain.excuse()
+        return state, metrics, replayed
+
+    def _evaluate(self, evaluate: Callable, state: Any, made: int, stops: bool) -> None:
+        """Evaluates a state, and writes a sample if the run asks for one and does not end here."""
+        with self._watch.excused(f"evaluates after step {made}"):
+            self._drain.add(evaluate(state, made))
+        self._timeline.add("evaluation", made)
+        if self._run.evaluation.sample and made < self._run.steps:
+            self._owed = stops  # whoever sends a signal may not wait for a text
+            if not self._owed:
+                self._lines.take(self._drain.flush(), certain=made)  # trackers want steps in their order
+                self._sample(state, made)
+                self._drain.excuse()
+
     def _compile(self, step: CompiledStep, state: Any, batch: Any, index: int) -> None:
         """Compiles a step for batches of a new shape. The time counts neither for a step nor for the pace."""
-        self._handle(self._drain.flush(), certain=index)
+        self._lines.take(self._drain.flush(), certain=index)
         began = time.perf_counter()
         step.compile(state, batch)
         seconds = time.perf_counter() - began
         wait_for_others(f"compiled step {index + 1}")
-        self._note(f"compiled the step in {duration(seconds)}")
+        self._lines.note(f"compiled the step in {duration(seconds)}")
         self._timeline.add("compiled", index, seconds=seconds)
         self._programs.append(step.programs[-1])
         self._drain.excuse()
@@ -367,96 +385,13 @@ class _Loop:
             data = {
                 "tokens": self._meter.tokens,
                 "seconds": self._meter.spent,
-                "not_finite": (self._not_finite, self._first),
+                "not_finite": self._lines.not_finite,
                 "text": dict(self._feed.text),
                 "owed": self._owed,
             }
             new = self._saved.save(made, state, data=data)
         if new:
             self._timeline.add("checkpoint", made)
-
-    def _handle(self, records: Sequence[Record], certain: int) -> None:
-        """Logs what came from the device, and checks the losses up to the step `certain`.
-
-        Records arrive at different times on each process; those up to `certain` have arrived on all. Only these may
-        stop the run, so that all processes stop at the same step.
-        """
-        for record in records:
-            counted, read = int(record.values.pop("tokens")), self._feed.tokens
-            record.counts = counted > 0
-            self._meter.add(record, counted if read is None else read(record.step - 1))
-            if "out_of_range" in record.values:
-                record.first = named_tensor(self._assembled.abstract.model, record.values.pop("out_of_range"))
-            self._learn(record)
-            self._unchecked.append(record)
-            evaluated = "validation_loss" in record.values
-            if evaluated or _due(record.step, self._run.logging.every) or record.step >= self._stop:
-                line, better = self._meter.corrected(self._meter.line(record), self._settle)
-                self._note(better)
-                self._lines.append(line)
-                for tracker in self._trackers:
-                    tracker.log(line)
-                if is_first():
-                    self._progress.update(line)
-        while self._unchecked and self._unchecked[0].step <= certain:
-            self._check(self._unchecked.popleft())
-
-    def _foretell(self, start: int) -> None:
-        """Reports how long the run takes from a step on, if that is long enough to be worth a line."""
-        stop = min([self._stop, *(first for first in self._assembled.later if first > start)])
-        rule, left = self._run.evaluation, range(start + 1, stop + 1)
-        if self._pace is None or not left:
-            return
-        evaluated = self._feed.evaluate is not None
-        times = sum(_due(step, rule.every) or step == self._run.steps for step in left) if evaluated else 0
-        batches = times * self._feed.validation_batches
-        if self._pace.seconds(self._run, start, stop, batches) < _WORTH_TELLING:
-            return
-        if not self._pace.measured:
-            self._note(_UNKNOWN)
-        else:
-            told = self._pace.tell(self._run, start, stop, evaluations=times, validation_batches=batches)
-            more = f"; from step {stop + 1} on sequences are longer" if stop < self._stop else ""
-            self._note(f"takes    {told}{more}")
-
-    def _settle(self) -> None:
-        """Waits for the steps that were handed to the devices."""
-        jax.block_until_ready(self._newest)
-
-    def _learn(self, record: Record) -> None:
-        """Notes a step's pace, and reports it after the first few (the very first compiled) if it differs."""
-        self._paces.append(record.seconds / tokens_of(self._run, record.step - 1, record.step))
-        self._made += 1
-        if self._made == 1:
-            self._paces.clear()
-        if self._made != 1 + _PACED or (found := self._measured()) is None:
-            return
-        told, self._pace = self._pace, Pace(token_seconds=found, basis="as the first steps did", measured=True)
-        if told is None or not told.measured or abs(found / told.token_seconds - 1) > _OFF:
-            self._foretell(record.step)
-
-    def _measured(self) -> float | None:
-        return statistics.median(self._paces) if len(self._paces) >= _PACED else None
-
-    def _check(self, record: Record) -> None:
-        """Stops the run when copies differ, or the loss was not finite more often in a row than is allowed."""
-        self._guard.check(record.arrays, record.step, lambda: _last_good(self._saved, others_live=True))
-        loss, norm = record.values["loss"], record.values.get("grad_norm", 0.0)
-        finite = math.isfinite(norm) and (math.isfinite(loss) or not record.counts)
-        self._not_finite = 0 if finite else self._not_finite + 1
-        if self._not_finite == 1 and record.first:
-            self._first = f"; the first that was not finite: {record.first}, at step {record.step}"
-        if self._not_finite == 1 and self._run.skip_nonfinite:
-            self._note(f"skipped  step {record.step}: loss {loss:.4f}, gradient norm {norm:.4g}")
-        if self._not_finite > self._run.skip_nonfinite:
-            raise LossNotFinite(
-                "The loss and the gradient must be finite.",
-                seen=f"loss {loss}, gradient norm {norm} at step {record.step}, {self._not_finite} in a row "
-                f"(allowed: {self._run.skip_nonfinite}){self._first}",
-                where=_last_good(self._saved, others_live=True).where,
-                fix="continue with a larger --skip_nonfinite, which skips such steps, or start a new run with a "
-                "lower learning rate or clip_norm",
-            )
 
     def _measure_last(self, state: Any, made: int) -> None:
         """Evaluates the last state of a run that was paused at the step that is its last now, if that was not done."""
@@ -468,28 +403,14 @@ class _Loop:
             found = {name: float(value) for name, value in self._feed.evaluate(state, made).items()}
         self._timeline.add("evaluation", made)
         line = last | {name: value if math.isfinite(value) else None for name, value in found.items()}
-        self._lines.append(line)
-        for tracker in self._trackers:
-            tracker.log(line)
-        if is_first():
-            self._progress.update(line)
+        self._lines.log(line)
 
     def _sample(self, state: Any, step: int) -> None:
         if self._feed.sample is None:
             return
         with self._watch.excused(f"samples after step {step}"):
             text = self._feed.sample(state)
-        self._note(text)
-        for tracker in self._trackers:
-            tracker.text("sample", step, text)
-
-    def _note(self, text: str) -> None:
-        if text and is_first():
-            self._progress.note(text)
-
-
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+        self._lines.sample(step, text)
 
 
 def _last_good(saved: Checkpoints, others_live: bool) -> LastGood:
