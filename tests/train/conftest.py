@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import signal
 
 import jax
 import pytest
@@ -37,6 +38,14 @@ assembled_once = AssembledOnce()
 @pytest.fixture(scope="session")
 def run_file(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("stores"))
+
+
+@pytest.fixture
+def hangup():
+    """A SIGHUP that is not ignored, as it is under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

@@ -251,14 +251,6 @@ def test_resuming_on_another_mesh_goes_on_along_the_same_curve(tmp_path, mesh):
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
-@pytest.fixture
-def hangup():
-    """A SIGHUP that is not ignored, as it is under `nohup`."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])

@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trellis._compat import is_tracer
 from trellis.mesh.platform import are_cpus
+from trellis.mesh.processes import check_alike, is_of_one_process, spans_processes
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of
 
@@ -50,13 +52,29 @@ def on_one_device(array) -> bool:
     return isinstance(array, jax.Array) and not is_tracer(array) and array.committed
 
 
-def put(array, sharding: NamedSharding) -> jax.Array:
+def put(array, sharding: NamedSharding, what: str = "jax.device_put") -> jax.Array:
     """`jax.device_put`, by way of NumPy if that would otherwise be wrong or slow.
 
     If a callback's result is that of a program, it is on the first device alone, but the array says that it is on all
     (docs/published-bugs.md, 37). And to cut the array of one CPU device into slices, JAX compiles a program for each
     shape, although its memory can be read as NumPy's can. Donating the result leaves that array as it is.
+
+    Of several processes each places its part of what all of them have. JAX compares arrays of NumPy by sending all of
+    each to every process, and no others: here all are compared, by digests.
+
+    Args:
+        array: a plain array.
+        sharding: where it is to lie.
+        what: what asks for it, for messages.
+
+    Raises:
+        MeshError: it is not the same in all processes.
     """
+    if spans_processes(sharding.mesh) and is_of_one_process(array):
+        check_alike([array], what)
+        if isinstance(array, np.ndarray):
+            known = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+            return jax.make_array_from_callback(known.shape, sharding, lambda index: known[index])
     through_memory = _called_of_all(array) or (sharding.is_fully_addressable and _in_memory(array))
     return jax.device_put(jax.device_get(array) if through_memory else array, sharding)
 

@@ -16,6 +16,7 @@ from trellis._compat import is_tracer
 from trellis.mesh.dealing import undealt
 from trellis.mesh.layout import POSITIONS, current_layout, is_dealt
 from trellis.mesh.manual.ops import vary
+from trellis.mesh.meshes import MeshError
 from trellis.named.arguments import names_of
 from trellis.named.arguments import shown as argument
 from trellis.named.axis import Axis, Name, Names, NamesError, name_of, once
@@ -401,6 +402,7 @@ def known(x: NamedArray, what: str):
 
     Raises:
         PendingSumError: partial sums of it are pending.
+        MeshError: other processes have a part of it.
     """
     check_rank(x, what)
     if asking:
@@ -411,6 +413,13 @@ def known(x: NamedArray, what: str):
             f'only settled values can be read, got {typeof(x)}, in {what}: write reshard("{x.type} -> {settled}", x), '
             "or settle(x)"
         )
+    if isinstance(x.array, jax.Array) and not is_tracer(x.array) and not x.array.is_fully_addressable:
+        if not x.array.is_fully_replicated:
+            whole = Shape(tuple(Dim(dim.name) for dim in x.type.dims), (), x.type.copied)
+            raise MeshError(
+                f"values of which other processes have a part cannot be read, got {typeof(x)}, in {what}: gather them "
+                f'first, in all processes, with reshard("{x.type} -> {whole}", x)'
+            )
     return x.array
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from trellis._compat import is_tracer
 from trellis.mesh.dealing import deal, places_dealt
+from trellis.mesh.landing import put
 from trellis.mesh.layout import Layout, current_layout
 from trellis.named import backend
 from trellis.named.arguments import dtypes_of_jax, numbers_of, refuse_keys, shown
@@ -216,11 +217,15 @@ def _range_like(x: NamedArray, name: Name) -> NamedArray:
 def from_numpy(array: np.ndarray, names: Names) -> NamedArray:
     """A host array put where the layout in force says, each device receiving only its part.
 
-    Its positions are in natural order, and are dealt out if the layout deals them out.
+    Its positions are in natural order, and are dealt out if the layout deals them out. Of several processes each gives
+    the whole array, which is compared.
 
     Names: the given ones.
     Gradient: none.
     Moves: nothing between devices; each is sent its slice.
+
+    Raises:
+        MeshError: the array is not the same in all processes.
     """
     refuse_keys((array,), "from_numpy", "name them with named(keys, '...'), and place them with shard")
     x = named(np.asarray(array), names)
@@ -234,4 +239,4 @@ def from_numpy(array: np.ndarray, names: Names) -> NamedArray:
             with jax.ensure_compile_time_eval():
                 order = np.asarray(deal(jnp.arange(size), slices, 0))
             values = np.take(values, order, dim)
-    return NamedArray(jax.device_put(values, layout.sharding(x.names)), x.names)
+    return NamedArray(put(values, layout.sharding(x.names), "from_numpy"), x.names)

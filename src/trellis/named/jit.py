@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Mapping
 
 import jax
@@ -12,6 +13,7 @@ from trellis._compat import is_tracer
 from trellis.mesh.landing import put
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.platform import are_cpus
+from trellis.mesh.processes import check_alike, spans_processes
 from trellis.mesh.reshard import place
 from trellis.named.arguments import function_of, shown
 from trellis.named.array import NamedArray, asking, check_rank, holds_none, is_named, notice
@@ -63,7 +65,7 @@ def shard(tree, which="params"):
 
     def moved(x):
         if not is_named(x):
-            return put(x, layout.sharding(())) if isinstance(x, jax.Array) and not is_tracer(x) else x
+            return put(x, layout.sharding(()), "shard") if isinstance(x, jax.Array) and not is_tracer(x) else x
         if holds_none(x):
             return x
         check_rank(x, "shard")
@@ -76,7 +78,7 @@ def shard(tree, which="params"):
             )
         layout.check(x.names, tuple(x.shape.values()))
         if not is_tracer(x.array) and not state_of(x.array).pending:
-            return NamedArray(put(in_order_here(x.array, x.names), layout.sharding(x.names)), x.names)
+            return NamedArray(put(in_order_here(x.array, x.names), layout.sharding(x.names), "shard"), x.names)
         with layout:
             entered = on_mesh(x.array, x.names, "shard")
         return NamedArray(place(entered, layout.assign(x.names), names=x.names), x.names)
@@ -153,6 +155,7 @@ def named_jit(
 
     Raises:
         NamesError: not a function, a map or positions; or, in a call, an array that is donated and given a second time.
+        MeshError: in a call, arrays that it places, or at the first call numbers, differ between processes.
         UserError, PendingSumError: compilers get such a program wrong (`tr.ledger` says which). It is read when it is
             first called with arrays, lowered or traced; not where another program, or a gradient of it, calls it.
     """
@@ -205,6 +208,8 @@ def named_jit(
     def used(*args, **kwargs):
         if donated:
             _check_given_once(donated + named, args, kwargs)
+        if not traced:
+            _check_numbers(args, kwargs)
         if traced > len(right):  # one was refused, or traced for its types; JAX has kept it
             read(*args, **kwargs)
         before = traced
@@ -278,6 +283,22 @@ def _check_given_once(donate: tuple[int | str, ...], args: tuple, kwargs: dict) 
                 )
 
 
+def _check_numbers(args: tuple, kwargs: dict) -> None:
+    """Refuses numbers, texts and keys that differ between the processes of a layout. Arrays are compared where they are
+    placed; a key or a number that JAX made of a seed lies on the mesh already.
+
+    Raises:
+        MeshError: one differs.
+    """
+    layout = current_layout()
+    if layout is None or not spans_processes(layout.mesh):
+        return
+    whole = lambda x: _is_concrete(x) and x.ndim == 0 and x.is_fully_replicated
+    found = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, numbers.Number | str | np.generic) or whole(x)]
+    if found:
+        check_alike(found, "named_jit")
+
+
 def _is_concrete(x) -> bool:
     return isinstance(x, jax.Array) and not is_tracer(x)
 
@@ -291,7 +312,7 @@ def _memory(array: jax.Array) -> int:
     return (jax.random.key_data(array) if key else array).addressable_data(0).unsafe_buffer_pointer()
 
 
-def _type_of(array, sharding: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:
+def _type_of(array, sharding: jax.sharding.NamedSharding, _what: str) -> jax.ShapeDtypeStruct:
     """The type of an array that lies so; nothing is sent."""
     known = jax.typeof(array)
     return jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=sharding, weak_type=known.weak_type)
@@ -320,7 +341,8 @@ def _brought(tree, layout: Layout, put: Callable):
             on_mesh(array, names, "named_jit")
             return x
         layout.check(names, array.shape)
-        array = put(in_order_here(array, x.names) if is_named(x) else array, layout.sharding(names))
+        values = in_order_here(array, x.names) if is_named(x) else array
+        array = put(values, layout.sharding(names), "named_jit")
         return NamedArray(array, names) if is_named(x) else array
 
     return jax.tree.map(bring, tree, is_leaf=is_named)
