@@ -12,7 +12,7 @@ from trellis.pages.plan_pictures import (
     timeline_picture,
 )
 from trellis.plan.advice import advice
-from trellis.plan.frontier import frontier_rows
+from trellis.plan.frontier import NOTHING_FITS, OWN_WINS, frontier_rows, why_won
 from trellis.plan.narrow import HEADER, Brought
 from trellis.plan.phases import PHASES, RIGHT, PhasePlan, about_fullest, about_phases, phases_rows
 from trellis.plan.quick import Plan
@@ -115,8 +115,8 @@ def _quiet(words: str) -> Markup:
     return tag("p", words, class_="quiet")
 
 
-def _sentence(words: str) -> Markup:
-    return _quiet(f"{words[:1].upper()}{words[1:]}.")
+def _sentence(words: str, kind: str = "quiet") -> Markup:
+    return tag("p", f"{words[:1].upper()}{words[1:]}.", class_=kind)
 
 
 def _wide(picture: Markup | None) -> Markup:
@@ -209,7 +209,12 @@ def _compiled(verdict: Verdict) -> list[Markup]:
 
 def _search(found: Found) -> list[Markup]:
     parts = [_wide(frontier_picture(found))]
-    if found.winner is not None and found.winner.options:
+    if found.winner is None:
+        parts.append(_sentence(NOTHING_FITS, "bad"))
+    elif found.winner.options:
         parts.append(tag("p", "The winner, to paste after the recipe: ", tag("code", found.winner.words())))
+    else:
+        parts.append(_sentence(OWN_WINS))
+    parts += [_sentence(reason)] if (reason := why_won(found)) else []
     header, rows = frontier_rows(found)
     return [*parts, table(rows, header, right=(1, 2, 3, 6))]

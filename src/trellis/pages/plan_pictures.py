@@ -52,7 +52,8 @@ def slice_picture(plan: Plan) -> Markup:
     by_side: dict[str, list] = {}
     for axis, found in plan.links.parts.items():
         for part in found:
-            by_side.setdefault(part.where, []).append((axis, part))
+            where = part.where if part.side is None else f"side {part.side}"
+            by_side.setdefault(where, []).append((axis, part))
     hue = dict(zip(plan.mesh, _HUES)).get(by_side.get("side 0", [("", None)])[-1][0], 215)
     parts = [
         svg.box(
@@ -79,10 +80,8 @@ def slice_picture(plan: Plan) -> Markup:
         if where in arrows:
             start, end, bend, place, anchor = arrows[where]
             parts += [_arrow(start, end, part.ring, bend), _text(*place, axis, anchor=anchor)]
-        lines = [f"{where}: {axis}: {part}" for axis, part in entries]  # all of them in one would be cut off
-        lines[-1] += f"; a device takes in {part.bandwidth / 1e9:.0f} GB/s over it"
-        for words in lines:
-            parts.append(_text(left - 110, y, words))
+        for axis, part in entries:
+            parts.append(_text(left - 110, y, f"{axis}: {part}, {part.bandwidth / 1e9:.0f} GB/s into a device"))
             y += 18
     if plan.target.num_slices > 1:
         parts.append(_text(left - 110, y, f"{plan.target.num_slices} such slices, joined by the network"))

@@ -8,6 +8,9 @@ from trellis.hardware.chips import Target
 from trellis.plan.candidate import Candidate
 from trellis.plan.search import Found
 
+NOTHING_FITS = "nothing fits: use a larger slice, a smaller batch, or a shorter sequence"
+OWN_WINS = "the run's own setting is the winner"
+
 
 def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> str:
     """What held a candidate back."""
@@ -87,11 +90,11 @@ def frontier_text(found: Found) -> str:
         aligned(header, rows, right=(1, 2, 3, 6)),
     ]
     if found.winner is None:
-        lines.append("nothing fits: use a larger slice, a smaller batch, or a shorter sequence")
+        lines.append(NOTHING_FITS)
     elif found.winner.options:
         lines.append("the winner, to paste after the recipe:\n  " + found.winner.words())
     else:
-        lines.append("the run's own setting is the winner")
+        lines.append(OWN_WINS)
     lines += [reason] if (reason := why_won(found)) else []
     return "\n\n".join(lines)
 

@@ -211,6 +211,8 @@ def as_json(plan: Plan, advised: Sequence[str] | None = None) -> dict[str, Any]:
             "largest": [_fields(buffer) for buffer in plan.memory.buffers[:16]],
         },
         "stages": _schedule(plan.schedule),
+        "layers": list(plan.layers),
+        "refused": list(plan.refused),
         "step_seconds": plan.seconds,
         "mfu": plan.mfu,
         "model_flops": plan.model_flops,
