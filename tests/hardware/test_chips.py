@@ -81,9 +81,19 @@ def test_own_chips(tmp_path):
         compiler_devices(found)
 
 
+def test_own_chips_may_be_like_later_ones_of_their_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("a: {like: b, hbm_gbps: 2}\nb: {like: h100, hbm_gib: 3}\nh100: {like: h100, bf16_tflops: 7}")
+    found = chips(str(file))
+    assert (found["a"].hbm_bandwidth, found["a"].hbm_bytes, found["a"].bf16_flops) == (2e9, 3 * 2**30, 7e12)
+    assert found["h100"].hbm_bytes == chips()["h100"].hbm_bytes
+
+
 @pytest.mark.parametrize(
     "text, said",
     [
+        ("a: {like: b}\nb: {like: a}", "A chip cannot be like one that is like it.\n  seen:  b.like: a"),
+        ("a: {like: a}", "`like` must name a known chip."),
         ("a: {like: h100, bf16_tflop: 3}", "did you mean `bf16_tflops`"),
         ("a: {like: h10}", "did you mean `h100`"),
         ("123: {like: h100}", "A chip's name must be a letter, and then letters, digits and hyphens"),

@@ -303,7 +303,7 @@ def _longest(kinds: Iterable[str], device_kind: str) -> str | None:
 def chips(extra: str | None = None) -> dict[str, Chip]:
     """All chips by name; `extra` is the path of a YAML file with more (or with corrections).
 
-    An entry with `like: h100` takes what it leaves out from that one:
+    An entry with `like: h100` takes what it leaves out from that one, wherever it is in the file:
 
         h100-pcie: {like: h100, bf16_tflops: 756, link_gbps: 64, source: "NVIDIA H100 PCIe data sheet"}
 
@@ -330,20 +330,31 @@ def chips(extra: str | None = None) -> dict[str, Chip]:
                 "A hardware file must map names to entries.", seen=str(wrong[0])[:80], where=extra,
                 fix="see src/trellis/hardware/chips.yaml for the format",
             )  # fmt: skip
-        for key, entry in more.items():
-            name, like = str(key).lower(), entry.get("like")
-            if not _NAME.fullmatch(name):
+        own = {str(key).lower(): entry for key, entry in more.items()}
+        for key in more:
+            if not _NAME.fullmatch(str(key).lower()):
                 raise UserError(
                     "A chip's name must be a letter, and then letters, digits and hyphens: targets are read so.",
                     seen=f"`{key}`", where=extra, fix="write rtx-5090: {like: h100, ...}, and --on 8xrtx-5090",
                 )  # fmt: skip
-            if like is not None and (not isinstance(like, str) or like not in entries):
-                raise UserError(
-                    "`like` must name a known chip.", seen=f"{name}.like: {like}", where=extra,
-                    fix=did_you_mean(str(like), entries),
-                )  # fmt: skip
-            entries[name] = {**(entries[like] if like else {}), **entry}
+        entries |= {name: _whole(name, own, entries, extra) for name in own}
     return {name: chip_from(name, entry, where) for name, entry in entries.items()}
+
+
+def _whole(name: str, own: Mapping[str, Mapping], known: Mapping[str, Mapping], where: str) -> dict:
+    """An entry of a user's file with what it leaves out. One that is like itself corrects the built-in chip."""
+    names, found, mine = [name], [own[name]], True
+    while mine and (like := found[-1].get("like")) is not None:
+        mine = isinstance(like, str) and like in own and like != names[-1]
+        rule, fix = "`like` must name a known chip.", did_you_mean(str(like), {*known, *own} - {*names})
+        if mine and like in names:
+            rule, fix = "A chip cannot be like one that is like it.", "leave out one `like`, and write its rates"
+        elif mine or (isinstance(like, str) and like in known):
+            found.append(own[like] if mine else known[like])
+            names.append(like)
+            continue
+        raise UserError(rule, seen=f"{names[-1]}.like: {like}", where=where, fix=fix)
+    return {key: value for entry in reversed(found) for key, value in entry.items()}
 
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
