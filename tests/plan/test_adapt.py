@@ -8,7 +8,7 @@ from trellis.hardware.chips import target
 from trellis.plan.adapt import DATA_AXES, adapt, fitted_mesh
 from trellis.plan.quick import quick_plan
 from trellis.plan.text import text
-from trellis.plan.ways_to_fit import changes, excess_lines, least, ways_to_fit
+from trellis.plan.ways_to_fit import changes, excess_lines, excess_text, least, ways_to_fit
 from trellis.recipes import RECIPES, hardware_of, load_run
 from trellis.recipes.load import load
 from trellis.run.config import MeshSizes
@@ -122,6 +122,7 @@ def test_too_few_devices_for_the_state():
     (line,) = excess_lines(plan, [])
     assert line.startswith("parameters and optimizer alone take 98.6 GiB a device")
     assert line.endswith("use at least 10 devices of this kind")
+    assert excess_text(plan, []).endswith(f"  fix:   {line}")  # of `trellis memory`
 
 
 @pytest.mark.slow

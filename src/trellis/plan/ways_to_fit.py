@@ -142,15 +142,19 @@ def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
         return [
             f"fits with {way.options}: {numbers.size(way.peak)}, {numbers.seconds(way.seconds)} a step" for way in ways
         ]
-    state = plan.memory.bytes_of("parameters", "optimizer")
-    room = plan.target.chip.hbm_bytes
-    if state > room:
-        count = _held_by(math.ceil(state * plan.target.num_devices / room), plan.target)
-        return [
-            f"parameters and optimizer alone take {numbers.size(state)} a device, even sliced over all axes of the "
-            f"mesh and layout that can slice them: use at least {count} devices of this kind"
-        ]
-    return [f"{_NOT_ENOUGH}: use more devices, or --search"]
+    return [_alone(plan) or f"{_NOT_ENOUGH}: use more devices, or --search"]
+
+
+def _alone(plan: Plan) -> str:
+    """What to do about a step whose state alone does not fit; empty if that does."""
+    state, room = plan.memory.bytes_of("parameters", "optimizer"), plan.target.chip.hbm_bytes
+    if state <= room:
+        return ""
+    count = _held_by(math.ceil(state * plan.target.num_devices / room), plan.target)
+    return (
+        f"parameters and optimizer alone take {numbers.size(state)} a device, even sliced over all axes of the "
+        f"mesh and layout that can slice them: use at least {count} devices of this kind"
+    )
 
 
 def _held_by(count: int, target: Target) -> int:
@@ -169,7 +173,7 @@ def excess_text(plan: Plan, ways: list[Way]) -> str:
     if ways:
         fix = "\n         ".join(f"{way.options}   peak {numbers.size(way.peak)}" for way in ways)
     else:
-        fix = f"{_NOT_ENOUGH}: use more devices, or a smaller model"
+        fix = _alone(plan) or f"{_NOT_ENOUGH}: use more devices, or a smaller model"
     return (
         f"A step does not fit in a device's memory, by {numbers.size(plan.memory.peak - room)}.\n"
         f"  seen:  {numbers.size(plan.memory.peak)} at the highest point, {numbers.size(room)} on {plan.target.name}\n"
