@@ -67,6 +67,8 @@ def test_tables_on_tpus_are_cut_into_whole_tiles():
     for on, rows in (("v5e:2x2", 1024), ("4xH100", 1004)):  # 4 x 8 divides the one, 4 the other
         prog = prepare(run, target(on), described_devices(target(on)))
         assert prog.state.model.embedding.shape["vocab"] == rows
+        weights = 2 * 1001 * 256 + 2 * (256 * (2 * 4 + 2 * 2) * 64 + 3 * 256 * 512) + (2 * 2 + 1) * 256
+        assert quick_plan(run, target(on)).parameters == weights  # without the rows that fill the tiles
 
 
 @pytest.mark.slow

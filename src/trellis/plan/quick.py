@@ -23,7 +23,7 @@ from trellis.program.said import refused_said
 from trellis.run.config import Run
 from trellis.train.checks import check_marks
 from trellis.train.compilation import options_for
-from trellis.train.flops import flops_per_token
+from trellis.train.flops import flops_per_token, num_parameters
 from trellis.train.stages import schedule_of
 
 
@@ -37,7 +37,7 @@ class Plan:
         mesh: mesh axes and sizes.
         links: the links that each mesh axis runs over.
         tokens: tokens of a step.
-        parameters: parameters of the model.
+        parameters: parameters of the model, without the padding of a vocabulary if it is a run's.
         model_flops: FLOPs of a step that count for MFU, over all devices, as the trainer counts them.
         memory: a device's memory at its highest point.
         ledger: what moves, at the assumed load.
@@ -157,7 +157,8 @@ def plan_of(
         schedule = schedule_of(prepared.state.model, prepared.batch.tokens.shape[0], prepared.parts)
     layers = prepared.state.model.layers.axis.size
     parts = None if schedule is None else Parts(layers, schedule.stages, schedule.groups)
-    return dataclasses.replace(plan, schedule=schedule, layers=parts.sizes if parts and parts.uneven else ())
+    sizes = parts.sizes if parts and parts.uneven else ()
+    return dataclasses.replace(plan, schedule=schedule, layers=sizes, parameters=num_parameters(prepared.state.model))
 
 
 def plan_step(

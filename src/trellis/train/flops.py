@@ -5,15 +5,25 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from trellis.hardware.peak import matmul_peak
 from trellis.hardware.remembered import devices_here, recall, remember
 from trellis.mesh.platform import are_cpus
 from trellis.models import FamilyConfig, LanguageModel
 from trellis.models.protocol import value_dim, windows
+from trellis.named import is_named
 from trellis.nn import Role, parameters
 from trellis.nn.attention.pattern import Pattern
 from trellis.train.assemble import Assembled
 from trellis.train.metrics import Work
+
+
+def num_parameters(model: LanguageModel) -> int:
+    """The number of parameters of a model or its abstract tree, without the padding of its vocabulary."""
+    true = {"vocab": model.config.vocab}
+    leaves = [x for x in jax.tree.leaves(model, is_leaf=is_named) if is_named(x)]
+    return sum(math.prod(min(n, true.get(name, n)) for name, n in leaf.shape.items()) for leaf in leaves)
 
 
 def matmul_parameters(model: LanguageModel) -> int:

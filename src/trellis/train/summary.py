@@ -16,6 +16,7 @@ from trellis.notation.typeof import short_dtype
 from trellis.program import Program, trace
 from trellis.program.sizes import local_bytes
 from trellis.train.assemble import Assembled
+from trellis.train.flops import num_parameters
 from trellis.train.pace import tokens_of
 
 
@@ -64,13 +65,6 @@ def arrays(assembled: Assembled) -> list[dict[str, Any]]:
     return found
 
 
-def num_parameters(assembled: Assembled) -> int:
-    """The number of the model's parameters, without the padding of its vocabulary."""
-    true = {"vocab": assembled.run.model.vocab}
-    leaves = [x for x in jax.tree.leaves(assembled.abstract.model, is_leaf=is_named) if is_named(x)]
-    return sum(math.prod(min(n, true.get(name, n)) for name, n in leaf.shape.items()) for leaf in leaves)
-
-
 def step_program(assembled: Assembled, step: int = 0) -> Program:
     """A traced step, from which its ledger and memory are read. JAX need not trace it again."""
     made = assembled.at(step)
@@ -93,7 +87,7 @@ def sections(
     run, layout = assembled.run, assembled.layout
     return {
         "machine": machine(),
-        "model": {"family": run.model.family, "parameters": num_parameters(assembled)},
+        "model": {"family": run.model.family, "parameters": num_parameters(assembled.abstract.model)},
         "tokens": {"run": round(tokens_of(run, 0, run.steps) * filled), "corpus": tokens},
         "mesh": dict(layout.mesh.shape),
         "microbatches": assembled.options.microbatches,
