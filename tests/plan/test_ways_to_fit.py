@@ -11,6 +11,7 @@ from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
+from trellis.plan.advice import advice
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import plan_of
 from trellis.plan.ways_to_fit import Way, changes, excess_text, least, ways_to_fit
@@ -113,6 +114,15 @@ def test_the_message():
     assert lines[2].startswith("  where: largest by name: ") and "(activations)" in lines[2]
     assert lines[3:] == ["  fix:   --remat.policy full   peak 512 KiB", "         --microbatches 2   peak 256 KiB"]
     assert excess_text(plan, []).endswith("is enough: use more devices, or a smaller model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options, count", [({"batch_size": "4"}, 1), ({"batch_size": "16", "microbatches": "2"}, 2)])
+def test_fewer_sequences_at_a_time_are_advised_if_there_are_several(options, count):
+    plan = planned(run(remat__policy="none", **options), shrunk(2**20))
+    assert plan.sequences == count and not plan.fits
+    (kept,) = [line for line in advice(plan) if line.startswith("kept activations take")]
+    assert kept.endswith(": fewer sequences at a time take less") == (count > 1)
 
 
 @pytest.mark.slow

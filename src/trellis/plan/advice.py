@@ -197,7 +197,8 @@ def _update(trial: Trial, total: float) -> list[str]:
 def _to_fit(plan: Plan) -> list[str]:
     """What takes the memory. The options that make it fit are those of `ways_to_fit`, which tries them."""
     found = []
-    fewer = ": fewer sequences at a time take less" if plan.schedule is None else ""  # not what its stages keep
+    several = plan.schedule is None and plan.sequences != 1  # fewer take no less of what stages keep
+    fewer = ": fewer sequences at a time take less" if several else ""
     peak = max(plan.memory.peak, 1)
     state = plan.memory.bytes_of("parameters", "optimizer")
     if state > 0.5 * plan.target.chip.hbm_bytes:

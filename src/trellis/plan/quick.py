@@ -48,6 +48,7 @@ class Plan:
         schedule: the schedule of a pipeline's stages, or None.
         layers: the layers of each part of the pipeline, if their numbers differ.
         refused: why attention does without its platform's kernel, where it does.
+        sequences: the sequences of a microbatch on a device; None if that is not known.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Plan:
     schedule: Schedule | None = None
     layers: tuple[int, ...] = ()
     refused: tuple[str, ...] = ()
+    sequences: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -157,8 +159,14 @@ def plan_of(
         schedule = schedule_of(prepared.state.model, prepared.batch.tokens.shape[0], prepared.parts)
     layers = prepared.state.model.layers.axis.size
     parts = None if schedule is None else Parts(layers, schedule.stages, schedule.groups)
-    sizes = parts.sizes if parts and parts.uneven else ()
-    return dataclasses.replace(plan, schedule=schedule, layers=sizes, parameters=num_parameters(prepared.state.model))
+    tokens = prepared.batch.tokens
+    return dataclasses.replace(
+        plan,
+        parameters=num_parameters(prepared.state.model),
+        schedule=schedule,
+        layers=parts.sizes if parts and parts.uneven else (),
+        sequences=tokens.sharding.shard_shape(tokens.shape)[0] // prepared.parts,
+    )
 
 
 def plan_step(
