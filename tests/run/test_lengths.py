@@ -110,6 +110,17 @@ def test_each_length_is_planned_and_the_fullest_decides():
 
 
 @pytest.mark.slow
+def test_steps_of_a_batch_that_grows_within_a_length_take_their_own_time():
+    options = {"lengths": "[{step: 8, length: 128}]", "batch_size": "[{step: 0, size: 16}, {step: 12, size: 64}]"}
+    planned = lambda run: quick_plan(run, target("8xH100"))
+    first, later = plan_phases(load_run("tiny", options | {"steps": "20"}), planned, every_size=True)
+    small = planned(dataclasses.replace(later.phase.run, batch_size=8)).seconds
+    assert later.plan.tokens == 32 * 128 and small < later.plan.seconds
+    assert later.seconds == pytest.approx(4 * small + 8 * later.plan.seconds)
+    assert first.seconds == pytest.approx(8 * first.plan.seconds)
+
+
+@pytest.mark.slow
 def test_a_length_that_slices_do_not_divide_is_refused():
     where = target("8xH100")
     options = {"data.sequence_length": "48", "lengths": "[{step: 8, length: 144, batch_size: 8}]"}

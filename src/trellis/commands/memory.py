@@ -38,7 +38,7 @@ def execute(args: argparse.Namespace) -> int:
     run, changed = adapt(args.run, where, args.given) if args.on else (args.run, [])
     check_given(run, args.given)
     planned = lambda run: plan_of(prepare(run, where, devices), where)
-    plans = plan_phases(run, planned)
+    plans = plan_phases(run, planned, every_size=True)
     plan = fullest(plans).plan
     if args.svg:
         Path(args.svg).write_text(plan.memory.svg(), encoding="utf-8")

@@ -103,7 +103,7 @@ def execute(args: argparse.Namespace) -> int:
     applied = lambda options: with_options(args, options, where)
     plan, plans, more, narrow, advised, asked = None, [], [], [], [], run
     try:
-        plans = plan_phases(run, quick)
+        plans = plan_phases(run, quick, every_size=True)
         if run.lengths:  # from here on it is about the phase that decides whether the run fits
             out["lengths"] = phases_json(plans)
             if not args.json:

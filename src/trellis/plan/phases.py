@@ -1,6 +1,7 @@
 """Plans of a run whose sequences become longer: one for each length, side by side."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trellis.figures import numbers
@@ -13,23 +14,36 @@ PHASES, RIGHT = ("steps", "sequences", "memory", "fits", "a step", "MFU", "all o
 
 
 class PhasePlan(NamedTuple):
-    """A phase of a run, and its plan."""
+    """A phase of a run, and its plan.
+
+    Attributes:
+        phase: the phase.
+        plan: the plan of its largest batch.
+        of_sizes: the seconds of a step of each of its smaller batches, by size; those that it lacks take as long as
+            the largest.
+    """
 
     phase: Phase
     plan: Plan
+    of_sizes: Mapping[int, float]
 
     @property
     def seconds(self) -> float:
         """The seconds of all its steps."""
-        return (self.phase.stop - self.phase.start) * self.plan.seconds
+        sizes = self.phase.run.batch_sizes()
+        starts = [self.phase.start, *(entry.step for entry in sizes[1:])]
+        of_size = [self.of_sizes.get(entry.size, self.plan.seconds) for entry in sizes]
+        steps = [end - start for start, end in zip(starts, (*starts[1:], self.phase.stop), strict=True)]
+        return sum(count * seconds for count, seconds in zip(steps, of_size, strict=True))
 
 
-def plan_phases(run: Run, planned: Callable[[Run], Plan]) -> list[PhasePlan]:
+def plan_phases(run: Run, planned: Callable[[Run], Plan], *, every_size: bool = False) -> list[PhasePlan]:
     """The plan of each phase of a run; a run of one length has one phase.
 
     Args:
         run: the run.
         planned: plans a run of one length.
+        every_size: whether to plan each size of a batch that grows within a phase, for the seconds of its steps.
 
     Raises:
         UserError: a phase cannot be planned, for example because the mesh does not divide its length.
@@ -37,8 +51,15 @@ def plan_phases(run: Run, planned: Callable[[Run], Plan]) -> list[PhasePlan]:
     found = []
     for phase in run.phases():
         with as_of_phase(phase.start):
-            found.append(PhasePlan(phase, planned(phase.run)))
+            plan = planned(phase.run)
+            found.append(PhasePlan(phase, plan, _of_sizes(phase.run, planned) if every_size and run.lengths else {}))
     return found
+
+
+def _of_sizes(run: Run, planned: Callable[[Run], Plan]) -> dict[int, float]:
+    """The seconds of a step of each batch of a phase but its largest."""
+    sizes = sorted({entry.size for entry in run.batch_sizes()})
+    return {size: planned(dataclasses.replace(run, batch_size=size)).seconds for size in sizes[:-1]}
 
 
 def fullest(plans: Sequence[PhasePlan]) -> PhasePlan:
@@ -55,7 +76,7 @@ def phases_rows(plans: Sequence[PhasePlan]) -> list[tuple[str, ...]]:
     """The columns `PHASES` of each phase."""
     rows = []
     for each in plans:
-        phase, plan = each
+        phase, plan = each.phase, each.plan
         length = phase.run.data.sequence_length
         sizes = " then ".join(f"{entry.size:,}" for entry in phase.run.batch_sizes())
         rows.append(
