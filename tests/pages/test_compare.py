@@ -164,6 +164,14 @@ def test_the_command(two, tmp_path, capsys):
     assert code == 2 and "no such folder" in err
 
 
+@pytest.mark.parametrize("page", [".", "none/page.html"])
+def test_a_page_that_cannot_be_written_is_told_first(two, page, tmp_path, capsys, monkeypatch):
+    """A folder ended in a ValueError of Python's, after the table."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = trellis(capsys, "compare", *two, "--page", page)
+    assert (code, out) == (2, "") and f"where: {page}\n" in err
+
+
 def test_a_run_without_a_step_is_left_out(two, tmp_path, capsys):
     waiting = make(tmp_path / "waiting", rate=0.3, steps=0, tokens=100, seconds=1.0)
     code, out, _ = trellis(capsys, "compare", two[0], waiting, two[1], "--page", tmp_path / "both.html")

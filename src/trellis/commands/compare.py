@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from trellis.commands.command import Command, some_path
+from trellis.commands.command import Command, check_place, some_path
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.pages.compare import page, text
     from trellis.pages.read import read_folder
 
+    check_place(Path(args.page))
     runs = [read_folder(Path(folder), begun=False) for folder in args.folders]
     begun = [run for run in runs if run.lines]
     if len(begun) > 1:
