@@ -16,6 +16,15 @@ def test_a_run_keeps_its_newest_checkpoint(tmp_path, count):
         Checkpoints(tmp_path, keep_every=count or 0)
 
 
+@pytest.mark.parametrize("folder", [5, None, b"checkpoints", ""])
+def test_checkpoints_have_a_folder(tmp_path, monkeypatch, folder):
+    """An empty name was the current folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"need the path of a folder(.|\n)*seen:  folder={folder!r}\n"):
+        Checkpoints(folder)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("value", [0, -1, math.nan, "5", True])
 def test_a_wait_and_the_hosts_memory_are_numbers_above_zero(tmp_path, value):
     """A wait of `nan` seconds never ended, and one of "5" ended in a TypeError in the background of the first save."""

@@ -18,6 +18,7 @@ from trellis.data import (
     load_tokenizer,
     open_store,
     tokenize,
+    train_bpe,
 )
 from trellis.errors import UserError
 
@@ -66,6 +67,20 @@ WRONG = {
         lambda store, **given: load_tokenizer(**({"path": store.url} | given)),
         [("path", 5), ("end_of_document", 0)],
     ),
+    "document": (lambda store, **given: store.document(**given), [("i", "7"), ("i", 2.5), ("i", True), ("i", None)]),
+    "encode": (
+        lambda store, **given: store.tokenizer().encode(**given),
+        [("text", 5), ("text", b"a"), ("text", ["a"]), ("text", "\ud800")],
+    ),
+    "decode": (
+        lambda store, **given: store.tokenizer().decode(**given),
+        [("ids", "abc"), ("ids", 5), ("ids", [1.5]), ("ids", [-1]), ("ids", [[1]]), ("ids", np.ones(2))],
+    ),
+    "filled": (lambda store, **given: Batches(store, **ROWS).filled(**given), [("steps", -1), ("steps", "3")]),
+    "train_bpe": (
+        lambda _, **given: train_bpe(**({"texts": ["a"], "vocab_size": 300} | given)),
+        [("texts", "abc"), ("texts", [5]), ("texts", 5), ("vocab_size", -5), ("vocab_size", 300.0)],
+    ),
     "FileSource": (lambda _, **given: FileSource(**given), [("files", "corpus"), ("files", ("a.txt",))]),
 }
 
@@ -83,7 +98,10 @@ def test_a_value_of_another_type_is_refused_where_it_is_given(store, tmp_path, m
 
 
 def test_numbers_of_numpy_are_taken(store):
-    """A mixture whose block was one of NumPy's failed at its first batch."""
+    """A mixture whose block was one of NumPy's failed at its first batch, and a document of a number of eight bits."""
+    assert np.array_equal(store.document(np.int8(3)), store.document(3))
+    assert store.tokenizer().decode(jax.numpy.array([97, 98])) == store.tokenizer().decode(iter([97, 98])) == "ab"
+    assert train_bpe(iter([["ab ab"], "ab"]), np.int16(258)).vocab_size == 258
     block, size = np.int64(64), np.int64(4)
     of = {"stores": {"a": store}, "weights": [(np.int64(0), {"a": np.float32(1)})]}
     mixed = Batches(

@@ -3,6 +3,7 @@
 import json
 import numbers
 import operator
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,23 @@ from trellis.checkpoints.entries import Entry, shown
 from trellis.checkpoints.manifest import read_manifest
 from trellis.choices import is_count
 from trellis.errors import UserError, shortened
+
+
+def folder_of(folder: Any) -> Path:
+    """The folder of checkpoints that is asked for.
+
+    Raises:
+        UserError: it is no path, or an empty one, which would be the current folder.
+    """
+    found = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
+    if not found or not isinstance(found, str):
+        raise UserError(
+            "Checkpoints need the path of a folder.",
+            seen=f"folder={folder!r:.80}",
+            where="Checkpoints",
+            fix="write it as a text, or as a pathlib.Path",
+        )
+    return Path(found)
 
 
 def check_options(keep_latest: Any, keep_every: Any, timeout: Any, host_bytes: Any) -> None:

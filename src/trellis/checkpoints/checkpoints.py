@@ -24,6 +24,7 @@ from trellis.checkpoints.asked import (
     check_newest,
     check_options,
     check_places,
+    folder_of,
     number_of,
     stored_name,
 )
@@ -127,8 +128,8 @@ class Checkpoints:
         host_bytes: int | None = None,
     ):
         check_options(keep_latest, keep_every, timeout, host_bytes)
-        check_path(Path(folder))
-        self.folder = Path(folder).absolute()
+        check_path(found := folder_of(folder))
+        self.folder = found.absolute()
         self._keep_latest, self._keep_every = keep_latest, keep_every
         self._copy, self._timeout, self._read_only, self._host_bytes = copy, timeout, read_only, host_bytes
         self._report = report or (lambda line: print(line, file=sys.stderr, flush=True))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from trellis.choices import is_count
-from trellis.data.arguments import flag
+from trellis.data.arguments import flag, whole
 from trellis.data.batch import Batch
 from trellis.data.order.order import Order, Shuffle, windowed
 from trellis.data.order.packing import open_rows, padding, pick
@@ -176,6 +176,7 @@ class Batches:
 
         For many rows it is approximated by the average over the rows of their sources.
         """
+        steps = whole(steps, "steps", "filled")
         rows = self.sizes.first_row(steps)
         if rows > _COUNTED or not steps:
             return self._rows.filled(rows)

@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from trellis.data.arguments import path as as_path
 from trellis.data.arguments import whole
-from trellis.errors import UserError
+from trellis.errors import UserError, shortened
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Spaces and characters that tokenizers are known to drop, to write as others, or not to know.
@@ -83,7 +85,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of one text, without special tokens: `i64["tokens"]`."""
-        with self._encoding():
+        with self._encoding(text):
             return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
 
     @property
@@ -94,7 +96,7 @@ class Tokenizer:
 
     def encode_markup(self, text: str) -> np.ndarray:
         """The ids of one text in which special tokens that are written out are recognized: `i64["tokens"]`."""
-        with self._encoding():
+        with self._encoding(text):
             return np.asarray(self._markup.encode(text, add_special_tokens=False).ids, np.int64)
 
     @functools.cached_property
@@ -115,11 +117,18 @@ class Tokenizer:
             return [np.array(e.ids, dtype) for e in encode(texts, add_special_tokens=False)]
 
     @contextlib.contextmanager
-    def _encoding(self):
-        """Explains what the library raises: exceptions without a class of their own."""
+    def _encoding(self, text: Any = None):
+        """Explains what the library raises: exceptions without a class of their own, and a TypeError for no text."""
         try:
             yield
         except Exception as error:
+            if type(error) is TypeError and text is not None:
+                raise UserError(
+                    "A tokenizer can encode only a text, in valid UTF-8.",
+                    seen=shortened(ascii(text), 80),
+                    where=self._where,
+                    fix="pass one text, as in encode('def ')",
+                ) from error
             if type(error) is not Exception:
                 raise
             raise UserError(
@@ -131,7 +140,16 @@ class Tokenizer:
 
     def decode(self, ids, *, special: bool = True) -> str:
         """The text of some ids; special tokens are written out unless `special` is False."""
-        return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
+        found = np.asarray(ids if hasattr(ids, "__array__") else [*ids] if isinstance(ids, Iterable) else ids)
+        whole_numbers = found.size == 0 or (found.dtype.kind in "iu" and 0 <= found.min() <= found.max() < 1 << 32)
+        if found.ndim != 1 or not whole_numbers:
+            raise UserError(
+                "A tokenizer can decode only a sequence of token ids, each a whole number, 0 or more.",
+                seen=shortened(repr(ids), 80),
+                where=self._where,
+                fix="pass what encode() returns, as in decode([100, 101])",
+            )
+        return self._inner.decode(found.tolist(), skip_special_tokens=not special)
 
     @functools.cached_property
     def counts_bytes(self) -> bool:
@@ -318,7 +336,7 @@ def check_bpe_size(vocab_size: int, where: str) -> None:
         vocab_size: the number of tokens, including the end of a document.
         where: the option or field that asks for them.
     """
-    vocab_size = whole(vocab_size, "vocab_size", where)
+    vocab_size = vocab_size if type(vocab_size) is int else whole(vocab_size, "vocab_size", where, least=257)
     if not 257 <= vocab_size <= _MOST_TOKENS:
         raise UserError(
             f"A byte-level vocabulary must have 257 (256 bytes and the end of a document) to {_MOST_TOKENS:,} tokens.",
@@ -332,6 +350,13 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
     """A byte-level BPE trained on an iterator of texts, with `vocab_size` ids, the last of them special.
 
     Sennrich, Haddow and Birch (2016), over bytes as in GPT-2 (2019).
+
+    Args:
+        texts: texts, or lists of texts.
+        vocab_size: the number of ids.
+
+    Raises:
+        UserError: it is a single text, whose letters would be texts, or the size is one that no such BPE has.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -341,13 +366,27 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.train_from_iterator(
-        texts,
+        _several(texts),
         trainers.BpeTrainer(
             vocab_size=vocab_size - 1, show_progress=False, initial_alphabet=sorted(_byte_characters())
         ),
     )
     inner.add_special_tokens([END_OF_DOCUMENT])
     return Tokenizer(inner.to_str())
+
+
+def _several(texts: Any) -> Iterator[str | list[str]]:
+    """Texts, or lists of texts, if that is what they are."""
+    wrong = isinstance(texts, str) or not isinstance(texts, Iterable)
+    for text in (None,) if wrong else texts:
+        if wrong or not isinstance(text, str | list | tuple):
+            raise UserError(
+                "A BPE is trained on several texts.",
+                seen=shortened(repr(texts if wrong else text), 80),
+                where="train_bpe",
+                fix="pass a list of texts, or another iterable of them",
+            )
+        yield text
 
 
 def _byte_characters():

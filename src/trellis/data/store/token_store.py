@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from trellis.data.arguments import whole
 from trellis.data.tokenizer import Tokenizer
 from trellis.errors import UserError
 
@@ -83,7 +84,9 @@ class TokenStore:
 
         Raises:
             IndexError: there is no such document.
+            UserError: `i` is no number.
         """
+        i = i if type(i) is int else whole(i, "i", "document")
         if not 0 <= i < self.num_documents:
             raise IndexError(
                 f"a store's documents are counted from 0, got document {i} of {self.num_documents}, in {self.url}: use "
