@@ -224,6 +224,7 @@ def test_a_process_that_writes_nothing_tells_the_same_of_a_refusal(tmp_path):
     [
         ("batch_size", "12 over data=2 x microbatches=4 = 8", "--devices, --microbatches or --mesh sizes"),
         ("model.heads", "model.heads=4 over model=3", "--devices or --mesh sizes"),
+        ("lengths", "batch_size=4 over data=2 x microbatches=4 = 8", "--devices, --microbatches or --mesh sizes"),
     ],
 )
 def test_a_resumed_run_is_told_what_it_may_change(where, seen, among, tmp_path):

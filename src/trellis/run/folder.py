@@ -258,11 +258,12 @@ def unchanged_if_refused(folder: Path, *, write: bool = True) -> Generator[None]
             raise
         if write and path.read_bytes() != text:
             write_whole(path, text.decode())
-        if isinstance(error, UserError) and (held := _held_by(error)):
+        parts = isinstance(error, UserError) and "microbatches=" in str(error.seen)  # they may change, too
+        if isinstance(error, UserError) and (held := _held_by(error)) and not parts:
             fix = f"use a mesh that can, such as the one before: a resumed run keeps its {held}"
             raise UserError(error.rule, seen=error.seen, where=error.where, fix=fix) from error
-        if isinstance(error, UserError) and _asks_for_another(error):
-            several = ", --microbatches" if "microbatches=" in str(error.seen) else ""
+        if isinstance(error, UserError) and (held or _asks_for_another(error)):
+            several = ", --microbatches" if parts else ""
             fix = f"use --devices{several} or --mesh sizes that divide it: a resumed run keeps its {error.where}"
             raise UserError(error.rule, seen=error.seen, where=error.where, fix=fix) from error
         raise
