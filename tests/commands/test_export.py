@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.train.small import trellis
 from trellis.checkpoints.checkpoints import Checkpoints
 from trellis.checkpoints.room import NoRoom
 from trellis.commands import export
@@ -22,8 +23,10 @@ from trellis.errors import UserError
 from trellis.hub.folder import write_tokenizer
 from trellis.models import LlamaConfig, YarnScaling
 from trellis.recipes import tiny
+from trellis.run.data import StoreSource
 from trellis.run.folder import alone, claim, open_run
 from trellis.run.layouts import LayoutChoice
+from trellis.run.run_file import write_run
 from trellis.train.assemble import assemble
 from trellis.train.restoring import restore_model
 
@@ -370,3 +373,22 @@ def test_the_positions_of_an_export_are_the_models_where_it_has_some():
     assert export._positions(run, None) == export._positions(run, 64) == 64
     with pytest.raises(UserError, match="--positions 65 of a model with 64"):
         export._positions(run, 65)
+
+
+def test_a_store_that_is_not_where_the_runs_file_says(tmp_path, capsys, monkeypatch):
+    """As in another working directory, or on another machine: these commands have no option for its place."""
+    monkeypatch.chdir(tmp_path)
+    run = dataclasses.replace(tiny(), devices=1)
+    data = dataclasses.replace(run.data, source=StoreSource(path="stores/a", validation="stores/b"))
+    (tmp_path / "my run").mkdir()
+    write_run(dataclasses.replace(run, data=data), tmp_path / "my run" / "run.yaml")
+    also = ", or a tokenizer.json as its data.tokenizer"
+    for words, more in ((("evaluate",), ""), (("generate",), also), (("export", "--to", "out"), also)):
+        code, _, err = trellis(capsys, *words, "my run")
+        assert code == 2 and err == (
+            "trellis: A run's token stores must be where its run.yaml says.\n"
+            f"  seen:  no such folder in {tmp_path}\n"
+            "  where: stores/a\n"
+            "  fix:   start the command where this path leads to the store, or write the store's path into "
+            f"'my run/run.yaml'{more}\n"
+        )

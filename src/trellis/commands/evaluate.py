@@ -28,10 +28,9 @@ def execute(args: argparse.Namespace) -> int:
     """`trellis evaluate`."""
     from trellis.train.assemble import assemble
     from trellis.train.compilation import use_persistent_cache
-    from trellis.train.corpus import open_corpus
     from trellis.train.devices import find_devices
     from trellis.train.evaluation import Evaluator
-    from trellis.train.restoring import open_checkpoint, restore_model
+    from trellis.train.restoring import corpus_of, open_checkpoint, restore_model
 
     check_counts(args, "devices", "batches")
     folder = Path(args.folder)
@@ -47,7 +46,7 @@ def execute(args: argparse.Namespace) -> int:
         fix = "use --devices 1, or a number that divides it"
         where = error.where if args.devices is None else "--devices"
         raise UserError(error.rule, seen=error.seen, where=where, fix=fix) from None
-    corpus = open_corpus(run)
+    corpus = corpus_of(run, folder)
     if not corpus.validation:
         raise UserError(
             "An evaluation needs validation text.",

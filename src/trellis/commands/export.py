@@ -50,7 +50,7 @@ def execute(args: argparse.Namespace) -> int:
     assembled = assemble(for_use(run, 1), devices_of_jax("cpu")[:1])
     positions = _positions(run, args.positions)
     chosen = run.data.tokenizer
-    tokenizer = tokenizer_of(run)
+    tokenizer = tokenizer_of(run, folder)
     if tokenizer is None:
         print("no tokenizer: the run's data has none")
     step, read = checkpoint_reader(folder, run, assembled.abstract, step=at)

@@ -81,7 +81,7 @@ def execute(args: argparse.Namespace) -> int:
             raise
         fix = "use --devices 1, or a number that divides it"  # the model is trained, and cannot be changed
         raise UserError(error.rule, seen=error.seen, where="--devices", fix=fix) from None
-    tokenizer = tokenizer_of(run)
+    tokenizer = tokenizer_of(run, folder)
     if tokenizer is None:
         raise UserError(
             "Generating text needs a tokenizer.",

@@ -16,10 +16,11 @@ from trellis.files import typed
 from trellis.hub.folder import At, read_json
 from trellis.nn.parameters import Parameter
 from trellis.run.config import Run
+from trellis.run.data import MixtureSource
 from trellis.run.folder import IMPORTED, open_run
 from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import Assembled
-from trellis.train.corpus import lacks_tokenizer, open_corpus
+from trellis.train.corpus import Corpus, lacks_tokenizer, open_corpus
 from trellis.train.state import TrainState
 
 
@@ -109,11 +110,36 @@ def for_use(run: Run, devices: int) -> Run:
     )
 
 
-def tokenizer_of(run: Run) -> Tokenizer | None:
+def corpus_of(run: Run, folder: Path, *, instead: str = "") -> Corpus:
+    """What a run reads, for a command that has no option for its places.
+
+    Args:
+        run: the run.
+        folder: its folder.
+        instead: what else may be written into the run's file if a store is not there.
+
+    Raises:
+        UserError: a store is not where the run's file says, or `open_corpus` refuses it.
+    """
+    try:
+        return open_corpus(run)
+    except UserError as error:
+        source = run.data.source
+        parts = source.parts if isinstance(source, MixtureSource) else [source]
+        named = [getattr(part, name, None) for part in parts for name in ("path", "validation")]
+        if error.where not in named or "://" in error.where or Path(error.where).exists():
+            raise
+        file = typed(folder / "run.yaml")
+        fix = f"start the command where this path leads to the store, or write the store's path into {file}{instead}"
+        rule = "A run's token stores must be where its run.yaml says."
+        raise UserError(rule, seen=error.seen, where=error.where, fix=fix) from error
+
+
+def tokenizer_of(run: Run, folder: Path) -> Tokenizer | None:
     """The tokenizer that a run names, or that of its data; None if there is none, as for a model that was imported
     without one."""
     if (named := run.data.tokenizer) is None:
-        return open_corpus(run).tokenizer
+        return corpus_of(run, folder, instead=", or a tokenizer.json as its data.tokenizer").tokenizer
     return None if lacks_tokenizer(run) else load_tokenizer(named)
 
 
