@@ -174,6 +174,7 @@ def named_jit(
             _check_map(which, f"named_jit({what}=...)")
 
     traced, right = 0, set()  # how many programs there are, and those that were read and not refused
+    compared = False  # whether numbers were, between processes
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
@@ -206,10 +207,11 @@ def named_jit(
         return call
 
     def used(*args, **kwargs):
+        nonlocal compared
         if donated:
             _check_given_once(donated + named, args, kwargs)
-        if not traced:
-            _check_numbers(args, kwargs)
+        if not compared:
+            compared = _numbers_compared(args, kwargs)
         if traced > len(right):  # one was refused, or traced for its types; JAX has kept it
             read(*args, **kwargs)
         before = traced
@@ -283,20 +285,21 @@ def _check_given_once(donate: tuple[int | str, ...], args: tuple, kwargs: dict) 
                 )
 
 
-def _check_numbers(args: tuple, kwargs: dict) -> None:
-    """Refuses numbers, texts and keys that differ between the processes of a layout. Arrays are compared where they are
-    placed; a key or a number that JAX made of a seed lies on the mesh already.
+def _numbers_compared(args: tuple, kwargs: dict) -> bool:
+    """Refuses numbers, texts and keys that differ between the processes of a layout; whether it has several. Arrays are
+    compared where they are placed; a key or a number that JAX made of a seed lies on the mesh already.
 
     Raises:
         MeshError: one differs.
     """
     layout = current_layout()
     if layout is None or not spans_processes(layout.mesh):
-        return
+        return False
     whole = lambda x: _is_concrete(x) and x.ndim == 0 and x.is_fully_replicated
     found = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, numbers.Number | str | np.generic) or whole(x)]
     if found:
         check_alike(found, "named_jit")
+    return True
 
 
 def _is_concrete(x) -> bool:
