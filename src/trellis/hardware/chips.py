@@ -181,59 +181,10 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
     Raises:
         UserError: a field is unknown, missing or not a number.
     """
-    for key in entry:
-        if key not in _FIELDS:
-            raise UserError(
-                "A hardware entry can have only known fields.", seen=f"{name}.{key}", where=where,
-                fix=did_you_mean(str(key), _FIELDS),
-            )  # fmt: skip
-    entry = {key: value for key, value in entry.items() if value is not None}
-    missing = [key for key in _REQUIRED if key not in entry]
-    if missing:
-        raise UserError(
-            "A hardware entry must have all rates and their source.", seen=f"{name} without {', '.join(missing)}",
-            where=where, fix=f"add `{missing[0]}`, or write `like: h100` and only the fields that differ",
-        )  # fmt: skip
-    if entry["kind"] not in ("tpu", "gpu"):
-        raise UserError(
-            "The kind of a chip must be tpu or gpu.",
-            seen=f"{name}.kind: {entry['kind']}",
-            where=where,
-            fix="write tpu or gpu",
-        )
-    hidden = entry.get("overlap", [])
-    if not isinstance(hidden, list) or any(word not in ("gathers", "reductions") for word in hidden):
-        raise UserError(
-            "`overlap` must list gathers, reductions, or both.", seen=f"{name}.overlap: {hidden}", where=where,
-            fix="write overlap: [gathers, reductions], or one of them",
-        )  # fmt: skip
-    kinds = entry.get("device_kinds", [])
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise UserError(
-            "`device_kinds` must be a list of strings.", seen=f"{name}.device_kinds: {kinds}", where=where,
-            fix="write device_kinds: [NVIDIA H100]",
-        )  # fmt: skip
-    words = {"kind", "source", "like", "overlap", "device_kinds"}
-    rates = {key: value for key, value in entry.items() if key not in words}
-    called = _device_kind(entry["kind"], name, kinds)
-    for key, value in rates.items():
-        if isinstance(value, str):
-            rule, fix = "A rate must be a number, as YAML reads one.", "write it without quotes; 1e30 as 1.0e+30"
-        elif not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < _MOST:
-            rule, fix = "A rate must be a positive number.", "write a number"
-        elif key in _COUNTS and value % 1:
-            rule, fix = "A count must be a whole number.", f"write {max(1, round(value))}"
-        elif key in _SHARES and value > 1:
-            rule, fix = "A share must be at most 1.", f"write {value / 100:g} for {value:g} percent"
-        elif key == "links" and entry["kind"] == "gpu":
-            rule, fix = "Only a TPU has sides of a torus.", "leave `links` out, or write links: null"
-        elif key == "links" and value > 3:
-            rule, fix = "A torus must have at most 3 sides.", "write 2 or 3"
-        elif key == "devices_per_chip" and value > 1 and not called.startswith("TPU7x"):
-            rule, fix = "Only chips like v7x are several JAX devices.", "write devices_per_chip: 1"
-        else:
-            continue
-        raise UserError(rule, seen=f"{name}.{key}: {value}", where=where, fix=fix)
+    entry = {key: value for key, value in entry.items() if value is not None or key not in _FIELDS}
+    _check_fields(name, entry, where)
+    hidden, kinds = entry.get("overlap", []), entry.get("device_kinds", [])
+    _check_rates(name, entry, _device_kind(entry["kind"], name, kinds), where)
     per_chip = entry.get("devices_per_chip", 1)
     bf16, fp8 = entry["bf16_tflops"] * 1e12, entry.get("fp8_tflops", entry["bf16_tflops"])
     cycle = entry.get("kiloflops_per_cycle")
@@ -267,6 +218,72 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
         source=str(entry["source"]),
         device_kinds=tuple(kinds),
     )
+
+
+def _check_fields(name: str, entry: Mapping, where: str) -> None:
+    """Refuses fields that are unknown or missing, and words that say nothing."""
+    for key in entry:
+        if key not in _FIELDS:
+            raise UserError(
+                "A hardware entry can have only known fields.", seen=f"{name}.{key}", where=where,
+                fix=did_you_mean(str(key), _FIELDS),
+            )  # fmt: skip
+    missing = [key for key in _REQUIRED if key not in entry]
+    if missing:
+        raise UserError(
+            "A hardware entry must have all rates and their source.", seen=f"{name} without {', '.join(missing)}",
+            where=where, fix=f"add `{missing[0]}`, or write `like: h100` and only the fields that differ",
+        )  # fmt: skip
+    if entry["kind"] not in ("tpu", "gpu"):
+        raise UserError(
+            "The kind of a chip must be tpu or gpu.",
+            seen=f"{name}.kind: {entry['kind']}",
+            where=where,
+            fix="write tpu or gpu",
+        )
+    hidden = entry.get("overlap", [])
+    if not isinstance(hidden, list) or any(word not in ("gathers", "reductions") for word in hidden):
+        raise UserError(
+            "`overlap` must list gathers, reductions, or both.", seen=f"{name}.overlap: {hidden}", where=where,
+            fix="write overlap: [gathers, reductions], or one of them",
+        )  # fmt: skip
+    kinds = entry.get("device_kinds", [])
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise UserError(
+            "`device_kinds` must be a list of strings.", seen=f"{name}.device_kinds: {kinds}", where=where,
+            fix="write device_kinds: [NVIDIA H100]",
+        )  # fmt: skip
+
+
+def _check_rates(name: str, entry: Mapping, called: str, where: str) -> None:
+    """Refuses numbers that a chip cannot have.
+
+    Args:
+        name: the chip's.
+        entry: its fields.
+        called: what JAX calls its devices.
+        where: the file.
+    """
+    words = {"kind", "source", "like", "overlap", "device_kinds"}
+    rates = {key: value for key, value in entry.items() if key not in words}
+    for key, value in rates.items():
+        if isinstance(value, str):
+            rule, fix = "A rate must be a number, as YAML reads one.", "write it without quotes; 1e30 as 1.0e+30"
+        elif not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < _MOST:
+            rule, fix = "A rate must be a positive number.", "write a number"
+        elif key in _COUNTS and value % 1:
+            rule, fix = "A count must be a whole number.", f"write {max(1, round(value))}"
+        elif key in _SHARES and value > 1:
+            rule, fix = "A share must be at most 1.", f"write {value / 100:g} for {value:g} percent"
+        elif key == "links" and entry["kind"] == "gpu":
+            rule, fix = "Only a TPU has sides of a torus.", "leave `links` out, or write links: null"
+        elif key == "links" and value > 3:
+            rule, fix = "A torus must have at most 3 sides.", "write 2 or 3"
+        elif key == "devices_per_chip" and value > 1 and not called.startswith("TPU7x"):
+            rule, fix = "Only chips like v7x are several JAX devices.", "write devices_per_chip: 1"
+        else:
+            continue
+        raise UserError(rule, seen=f"{name}.{key}: {value}", where=where, fix=fix)
 
 
 @functools.cache
