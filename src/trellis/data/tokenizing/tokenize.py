@@ -7,6 +7,7 @@ import numbers
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -84,27 +85,13 @@ def tokenize(
     use_bytes, chat, restart, wait, progress = (flag(value, name, "tokenize") for name, value in given.items())
     _check_tokenizer(tokenizer, train_bpe, use_bytes, end_of_document)
     if on_error not in ("fail", "skip"):
-        raise UserError(
-            "`on_error` must be fail or skip.",
-            seen=on_error,
-            where="--on-error",
-            fix="use fail or skip",
-        )
+        rule = "`on_error` must be fail or skip."
+        raise UserError(rule, seen=on_error, where="--on-error", fix="use fail or skip")
     sizes = {"chunk_tokens": chunk_tokens, "chunk_offsets": chunk_offsets, "train_bytes": train_bytes}
     chunk_tokens, chunk_offsets, train_bytes = (whole(sizes[name], name, "tokenize", least=1) for name in sizes)
     if train_bpe is not None:
         check_bpe_size(train_bpe, "--train-bpe")
-    if not hasattr(source, "blocks"):
-        source = FileSource(files=find_files(source))
-    if chat and isinstance(source, FileSource) and source.all_text:
-        raise UserError(
-            "Conversations can be read only from records: text files have none.",
-            seen=f"{len(source.files)} text file{'s' * (len(source.files) > 1)}",
-            where="--chat",
-            fix="leave it out, or set the format of the files, as in --format jsonl",
-        )
-    if chat and isinstance(source, FileSource | DatasetSource) and source.field is None:
-        source = dataclasses.replace(source, field="messages")
+    source = _source_of(source, chat)
     check_outside(source.files, out)
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = load_tokenizer(os.fspath(tokenizer), end_of_document=end_of_document)
@@ -141,21 +128,36 @@ def tokenize(
             tokenizer = _train(source, train_bpe, train_bytes, job, on_error, progress)
         if chat:
             check_chat_tokenizer(tokenizer)
-        writer.describe(
-            tokenizer,
-            chunk_tokens=chunk_tokens,
-            chunk_offsets=chunk_offsets,
-            has_loss_mask=chat,
-            files=[{"name": file.name, "size": file.size} for file in source.files],
-        )
+        files = [{"name": file.name, "size": file.size} for file in source.files]
+        chunks = {"chunk_tokens": chunk_tokens, "chunk_offsets": chunk_offsets}
+        writer.describe(tokenizer, **chunks, has_loss_mask=chat, files=files)
         job = dataclasses.replace(
             job, tokenizer=tokenizer.json, end_of_document=tokenizer.end_of_document_text, dtype=writer.dtype.name
         )
-        sizes = [file.size for file in source.files]
-        bar = TokenizingProgress(sizes, enabled=progress, done=writer.cursor)
+        bar = TokenizingProgress([file.size for file in source.files], enabled=progress, done=writer.cursor)
         with _pool(job, workers) as pool, bar:
             _run(source, writer, pool, on_error, commit_seconds, all_fields=job.all_fields, bar=bar)
     return Store(out)
+
+
+def _source_of(source, chat: bool) -> Any:
+    """The source that is given, or that paths lead to; of conversations, with the field that holds them.
+
+    Raises:
+        UserError: text files are to hold conversations, or the paths lead nowhere.
+    """
+    if not hasattr(source, "blocks"):
+        source = FileSource(files=find_files(source))
+    if chat and isinstance(source, FileSource) and source.all_text:
+        raise UserError(
+            "Conversations can be read only from records: text files have none.",
+            seen=f"{len(source.files)} text file{'s' * (len(source.files) > 1)}",
+            where="--chat",
+            fix="leave it out, or set the format of the files, as in --format jsonl",
+        )
+    if chat and isinstance(source, FileSource | DatasetSource) and source.field is None:
+        return dataclasses.replace(source, field="messages")
+    return source
 
 
 def _check_tokenizer(tokenizer, train_bpe: int | None, use_bytes: bool, end_of_document: str | None) -> None:
