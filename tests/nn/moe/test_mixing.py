@@ -366,6 +366,27 @@ def test_a_map_over_mixtures_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout, way", [("expert, many", "slots"), ("expert, hierarchical", "hierarchical")])
+def test_experts_that_all_turns_of_a_map_share_have_the_sum_of_their_gradients(layout, way):
+    """Of an exchange in several rounds."""
+    x, *weights = arrays()
+
+    def total(way, x, *weights):
+        each = vmap(lambda x: named(loss(dict(way=way, slack=0.5), x, *weights)[0], ()), "turns")(x)
+        return each.sum().array
+
+    several = x.with_array(jnp.concatenate([x.array, 0.5 * x.array])).split_axis("batch", {"turns": 2, "batch": BATCH})
+    found = lambda way: jax.grad(functools.partial(total, way), argnums=(0, 1, 2, 3, 4))
+    wanted = jax.device_get(jax.jit(found("dense"))(several, *weights))
+    mesh, params, compute = LAYOUTS[layout]
+    with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
+        given = shard(several, "compute"), *shard(weights, "params")
+        got = jax.device_get(named_jit(found(way))(*given))
+    for one, other in zip(wanted, got, strict=True):
+        np.testing.assert_allclose(other.array, one.array, rtol=1e-4, atol=1e-4 * np.abs(one.array).max())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, way", [("one", "grouped"), ("expert, many", "slots"), ("over model", "gather")])
 def test_a_second_derivative_is_refused(layout, way):
     """Of each argument alone, and where `dense` has one."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trellis.mesh.linear import linear
 from trellis.mesh.manual.ops import vary, varying_axes
 from trellis.nn.moe.interleave import Stage, in_turn
 
@@ -117,7 +118,19 @@ def _shared(one, now, like, rows, counted, counts, needed, held):
 
     Its backward pass runs after the first round's, and runs the other rounds from the gradients of the first.
     """
-    return rows, counted, held, vary(jnp.zeros(*like), varying_axes(rows))
+    return _mapped_alike((rows, counted, held, vary(jnp.zeros(*like), varying_axes(rows))))
+
+
+def _mapped_alike(tree):
+    """The same arrays, of which a `vmap` around maps all if it maps one.
+
+    Results of a `jax.custom_vjp` that a `vmap` does not map have one gradient, the sum of all turns'. Where its rule
+    adds this to what is mapped, JAX (0.10.2 to 0.12.0) counts it once for each turn.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    again = lambda _, arrays, dims: _mapped_alike(jax.vmap(lambda *a: a, in_axes=tuple(dims[1]))(*arrays))
+    same = linear(lambda _, arrays: arrays, lambda _, gradients: gradients, like=leaves, mapped=again)
+    return structure.unflatten(same((), leaves))
 
 
 def _shared_forward(one, now, like, *given):
