@@ -50,6 +50,22 @@ def test_experts_of_no_chance_that_a_bias_picks_have_no_weight():
     assert ids.array.tolist() == [[[4, 3]]] and not weights.array.any()
 
 
+@pytest.mark.parametrize("how, low", [("softmax", -200.0), ("softmax", -46.0), ("sigmoid", -200.0), ("sigmoid", -46.0)])
+def test_experts_of_hardly_a_chance_have_finite_gradients(how, low):
+    scores = named(jnp.array([[[0.0 if how == "softmax" else low, low + 1, low]]]), "batch pos routes")
+    bias, routing = named(jnp.array([0.0, 9.0, 9.0]), "routes"), Routing(scores=how, bias_rate=0.1)
+
+    def first(scores):
+        choices = choose(scores, CHOICES, routing, bias=bias)
+        measured = measure(scores, choices, named(jnp.ones((1, 1)), "batch pos"), routing)
+        return choices.weights.array[0, 0, 0] + 0 * measured.balance
+
+    slope = jax.grad(first)(scores).array[0, 0]
+    one, other = np.exp(low + 1), np.exp(low)  # the softmax's others and the sigmoid's change by no more than these
+    total = one + other + 1e-20
+    np.testing.assert_allclose(slope[1:], [one / total - (one / total) ** 2, -one * other / total**2], atol=1e-4)
+
+
 ROUTINGS = {
     "sigmoid": Routing(scores="sigmoid"),
     "as they are": Routing(normalize=False),

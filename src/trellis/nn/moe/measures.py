@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from trellis.named import Axis, NamedArray, exp, logsumexp, maximum, one_hot, sigmoid, sign
 from trellis.nn.moe.config import Routing
-from trellis.nn.moe.routing import PLAIN, Choices
+from trellis.nn.moe.routing import PLAIN, Choices, shares_of
 
 
 class Routed(eqx.Module):
@@ -134,7 +134,7 @@ def _losses(scores, choices: Choices, counted, picks, routing: Routing, shares) 
         chances = exp(scores - softened)
     else:
         chances = sigmoid(scores)
-        chances = chances / (chances.sum("routes") + 1e-20)
+        chances = shares_of(chances, chances.sum("routes"))
     balance = (chances * shares).sum("routes") * counted * float(scores.shape["routes"])
     return balance.sum().array, (softened * softened * counted).sum().array
 

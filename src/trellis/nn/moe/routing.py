@@ -83,8 +83,18 @@ def choose(scores: NamedArray, count: int, routing: Routing = PLAIN, *, bias: Na
     if routing.normalize:
         total = weights.sum("choices")
         largest = routing.scores == "softmax" and bias is None  # one of them is; else all may be 0
-        weights = weights / (total if largest else total + 1e-20)
+        weights = weights / total if largest else shares_of(weights, total)
     return Choices(ids, weights if routing.scale == 1 else weights * routing.scale)
+
+
+def shares_of(part: NamedArray, total: NamedArray) -> NamedArray:
+    """`part / (total + 1e-20)`: 0 where the total is 0, with a gradient that is finite.
+
+    JAX's of a quotient has the square of what it is divided by, which a float32 does not hold here.
+    """
+    total = total + 1e-20
+    size = _constant(total)
+    return (part / size) / (total / size)  # the last is 1
 
 
 def _within_groups(picked: NamedArray, routing: Routing) -> NamedArray:
