@@ -9,12 +9,13 @@ import pytest
 
 from trellis.commands.line import main
 from trellis.errors import UserError
+from trellis.figures.numbers import size
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.plan.advice import advice
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import plan_of
-from trellis.plan.ways_to_fit import Way, changes, excess_text, least, ways_to_fit
+from trellis.plan.ways_to_fit import Way, changes, excess_lines, excess_text, least, ways_to_fit
 from trellis.recipes.load import load_run
 
 HERE = target("v5e:2x2")
@@ -123,6 +124,23 @@ def test_fewer_sequences_at_a_time_are_advised_if_there_are_several(options, cou
     assert plan.sequences == count and not plan.fits
     (kept,) = [line for line in advice(plan) if line.startswith("kept activations take")]
     assert kept.endswith(": fewer sequences at a time take less") == (count > 1)
+
+
+@pytest.mark.slow
+def test_where_devices_hold_copies_of_the_state_a_way_slices_it():
+    wide = {"model__embed": "1024", "model__mlp": "2048", "batch_size": "4"}
+    asked = run(layout__preset="data", remat__policy="full", **wide)
+    state = planned(asked).memory.bytes_of("parameters", "optimizer")
+    where = shrunk(0.95 * state)
+    plan = planned(asked, where)
+    (way,) = ways_to_fit(asked, lambda changed: planned(changed, where), most=1, plan=plan)
+    assert way.options == "--layout.preset fsdp" and plan.state == state
+    (line,) = excess_lines(plan, [])
+    assert f" {size(state / 4)} if all slice them: use a layout or a mesh with fewer copies" in line
+    words = lambda **options: [words for words, _ in changes(run(remat__policy="full", **options))]
+    assert "--mesh.replica 1 --mesh.data 8" in words(mesh__replica="4", mesh__data="2")
+    assert "--mesh.replica 1 --layout.preset auto" in words(mesh__replica="4", layout__preset="hybrid")
+    assert not any("mesh" in each or "layout" in each for each in words())
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from trellis.plan.roofline import HIDING_OPTIONS, Times, times, work_line
 from trellis.plan.turns import turns_of
 from trellis.program import Program, trace
 from trellis.program.said import refused_said
+from trellis.program.sizes import itemsize
 from trellis.run.config import Run
 from trellis.train.checks import check_marks
 from trellis.train.compilation import options_for
@@ -49,6 +50,7 @@ class Plan:
         layers: the layers of each part of the pipeline, if their numbers differ.
         refused: why attention does without its platform's kernel, where it does.
         sequences: the sequences of a microbatch on a device; None if that is not known.
+        state: bytes of all parameters and of what the optimizer keeps, each counted once.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Plan:
     layers: tuple[int, ...] = ()
     refused: tuple[str, ...] = ()
     sequences: int | None = None
+    state: int = 0
 
     @property
     def fits(self) -> bool:
@@ -223,7 +226,8 @@ def plan_program(
     hides = {HIDING_OPTIONS[option] for option in options if option in HIDING_OPTIONS}
     took = times(pieces, ledger, links, sorted(hides), tuple(turns_of(program)) if on_tpus else ())
     held_beside = any("sparse_core" in option for option in options)
-    arguments = zip(program.inputs, program.arguments)
+    arguments = list(zip(program.inputs, program.arguments))
+    state = [value for value, argument in arguments if argument.kind in ("parameters", "optimizer")]
     return Plan(
         name=name,
         target=target,
@@ -239,4 +243,5 @@ def plan_program(
         price=price,
         load=load,
         refused=tuple(dict.fromkeys(filter(None, map(refused_said, program.walk())))),
+        state=int(sum(math.prod(value.shape) * itemsize(value.aval.dtype) for value in state)),
     )

@@ -25,6 +25,9 @@ _OF_MIXTURES = (
     ("attention", "mlp_gate", "mlp_up"),
 )
 
+# Presets that leave parameters whole along some mesh axes, and those that slice them there, too.
+_SLICING = {"data": "fsdp", "tensor": "fsdp_tensor", "expert": "auto", "hybrid": "auto"}
+
 _NOT_ENOUGH = "no change of recomputation, microbatches (up to 8 times) or batch size (down to an eighth) is enough"
 
 
@@ -68,8 +71,11 @@ def changes(run: Run) -> Iterator[tuple[str, Run]]:
     micro = [_micro(run, n) for n in (2, 4, 8) if not any(size % (run.parts * n) for size in sizes)]
     yield from remats
     yield from micro
+    sliced = list(_slicing(run))
+    yield from sliced
     if remats:
-        yield from ((f"{remats[-1][0]} {words}", _with_policy(changed, stronger[-1])) for words, changed in micro)
+        both = [*micro, *sliced]
+        yield from ((f"{remats[-1][0]} {words}", _with_policy(changed, stronger[-1])) for words, changed in both)
     if isinstance(run.batch_size, int):
         for factor in (2, 4, 8):
             if run.batch_size % factor == 0:
@@ -77,6 +83,18 @@ def changes(run: Run) -> Iterator[tuple[str, Run]]:
                 base = _with_policy(run, stronger[-1]) if remats else run
                 words = f"{remats[-1][0]} " if remats else ""
                 yield f"{words}--batch_size {size}", dataclasses.replace(base, batch_size=size)
+
+
+def _slicing(run: Run) -> Iterator[tuple[str, Run]]:
+    """The run with its parameters in slices where there are copies of them."""
+    preset, mesh = run.layout.preset, run.mesh
+    if mesh.replica > 1 and preset in ("auto", "hybrid"):
+        data = mesh.data if mesh.data == -1 else mesh.data * mesh.replica
+        words = "--mesh.replica 1" + f" --mesh.data {data}" * (data > 0) + " --layout.preset auto" * (preset != "auto")
+        layout = dataclasses.replace(run.layout, preset="auto")
+        yield words, dataclasses.replace(run, layout=layout, mesh=dataclasses.replace(mesh, replica=1, data=data))
+    elif more := _SLICING.get(preset):
+        yield f"--layout.preset {more}", dataclasses.replace(run, layout=dataclasses.replace(run.layout, preset=more))
 
 
 def _micro(run: Run, factor: int) -> tuple[str, Run]:
@@ -125,6 +143,8 @@ def least(plan: Plan, run: Run, changed: Run) -> float:
     With another recomputation, or without a loop over layers, anything that was computed may go. Microbatches keep
     parameters gathered and a float32 sum of gradients for the whole step, unless gradients are settled once a part.
     """
+    if (changed.mesh, changed.layout) != (run.mesh, run.layout):  # how much of the state is then on a device?
+        return plan.state / plan.target.num_devices
     state = plan.memory.bytes_of("parameters", "optimizer")
     rows = lambda r: max(b.size for b in r.batch_sizes()) / r.parts
     other = (plan.memory.peak - state) * rows(changed) / rows(run)
@@ -150,10 +170,14 @@ def _alone(plan: Plan) -> str:
     state, room = plan.memory.bytes_of("parameters", "optimizer"), plan.target.chip.hbm_bytes
     if state <= room:
         return ""
-    count = _held_by(math.ceil(state * plan.target.num_devices / room), plan.target)
+    takes = f"parameters and optimizer alone take {numbers.size(state)} a device"
+    count = _held_by(math.ceil(plan.state / room), plan.target)
+    if count <= plan.target.num_devices:
+        least = numbers.size(plan.state / plan.target.num_devices)
+        return f"{takes}, and {least} if all slice them: use a layout or a mesh with fewer copies of them, or --search"
     return (
-        f"parameters and optimizer alone take {numbers.size(state)} a device, even sliced over all axes of the "
-        f"mesh and layout that can slice them: use at least {count} devices of this kind"
+        f"{takes}, even sliced over all axes of the mesh and layout that can slice them: "
+        f"use at least {count} devices of this kind"
     )
 
 
