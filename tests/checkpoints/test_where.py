@@ -1,5 +1,6 @@
 """Where checkpoints can be: in a folder of a file system."""
 
+import jax.numpy as jnp
 import pytest
 
 from trellis.checkpoints.checkpoints import Checkpoints
@@ -31,3 +32,12 @@ def test_a_link_that_leads_nowhere_and_a_file_are_no_folder_of_checkpoints(tmp_p
             Checkpoints(path)
         assert refused.value.where == str(path) and fix in refused.value.fix
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_path_may_go_up(tmp_path, monkeypatch):
+    """`trellis export ../runs/a` ended in an error of TensorStore's, which reads single entries."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with Checkpoints("../a/checkpoints") as saved:
+        saved.save(1, {"x": jnp.arange(3)})
+        assert saved.read(1, "x").tolist() == [0, 1, 2] and (tmp_path / "a" / "checkpoints").is_dir()

@@ -332,7 +332,8 @@ class Checkpoints:
     def _stored(self, step: int, path: str, layer: int | None) -> np.ndarray:
         import tensorstore
 
-        state = {"driver": "file", "path": f"{self.path(step)}/state/"}  # a URL would have some characters escaped
+        there = self.path(step).resolve()  # TensorStore takes no `..`
+        state = {"driver": "file", "path": f"{there}/state/"}  # a URL would have some characters escaped
         base = {"driver": "ocdbt", "base": state, "path": f"{path}/"}
         stored = tensorstore.open({"driver": "zarr", "kvstore": base}, read=True).result()
         return (stored if layer is None else stored[layer]).read().result()
