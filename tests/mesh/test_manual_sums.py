@@ -121,6 +121,13 @@ SAME = {
     ),
     "over another axis": lambda y, x: jax.lax.psum(_settled(y), "d"),
     "of a whole argument's": lambda y, x: _settled(y) + jax.lax.psum(jnp.tanh(x), "d").sum(),
+    "that is scattered": lambda y, x: (
+        tr.all_gather("e/m -> e", jax.lax.psum_scatter(tr.all_gather("b e/m -> b e", x)[0], "m", tiled=True))[None, :3]
+        + _settled(y)
+    ),
+    "of what was gathered, and a number": lambda y, x: (
+        jax.lax.psum(2 * jax.lax.all_gather(x, "m", axis=1, tiled=True) + 1, "m")[:, :3] + _settled(y)
+    ),
 }
 
 
@@ -194,6 +201,24 @@ def test_what_differs_though_its_type_says_that_it_is_the_same_is_summed(what):
     made = _on_two_axes(lambda y, x: _settled(y) * 0 + jax.lax.psum(SUMMED[what](y, x), "m"))
     one = {"what a callback gives": 32.0, "an order": 24.0, "a choice": 6.0, "a choice in a loop": 12.0}
     np.testing.assert_array_equal(made, np.full((2, 3), one[what]))
+
+
+CHOSEN = {
+    "a branch": lambda first, w: jax.lax.cond(first, jnp.negative, jnp.abs, w),
+    "the turns of a loop": lambda first, w: jax.lax.while_loop(
+        lambda c: c[0], lambda c: (c[0] & False, -w), (first, w)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("what", CHOSEN)
+def test_what_each_device_chooses_of_what_is_the_same_differs_and_is_summed(what):
+    @tr.shard_map(mesh=tr.make_mesh(d=8))
+    def program(w: tr.f32["e"]) -> tr.f32["e"]:
+        own = jax.lax.pcast(w, ("d",), to="varying")
+        return jax.lax.psum(CHOSEN[what](jax.lax.axis_index("d") == 0, own), "d")
+
+    np.testing.assert_array_equal(program(np.ones(3, np.float32)), np.full(3, 6.0))
 
 
 def test_a_mean_of_a_gradient_that_the_types_have_summed_is_refused():

@@ -28,7 +28,7 @@ Axes = frozenset[str]
 _NONE: Axes = frozenset()
 
 # Sums whose operand may be settled already, which JAX's types do not tell.
-_SECOND_SUMS = {"psum", "psum_invariant"}
+_SECOND_SUMS = {"psum", "psum_invariant", "reduce_scatter"}
 # Collectives after which all devices along their axes hold the same.
 _SAME_AFTER = {name for name, kind in COLLECTIVES.items() if kind in ("all-reduce", "all-gather")}
 # Sums of which all devices then hold the whole. What is reduced and scattered is summed too, and differs.
@@ -134,8 +134,7 @@ class _Check:
             known = held.get(value, Held())
             pending = known.pending | summed(value)
             by_type = manual - varying(value) - self.untold.get(value, _NONE) if self.untold is not None else _NONE
-            same = known.same | by_type if known.given else _NONE
-            return dataclasses.replace(known, pending=pending, same=same - pending)
+            return dataclasses.replace(known, pending=pending, same=(known.same | by_type) - pending)
 
         for operation in body.operations:
             operands = [of(value) for value in operation.operands]
@@ -160,9 +159,8 @@ class _Check:
             return self.inner(operation, operands)
         pending = self.pending(operation, [held.pending for held in operands])
         over = frozenset(axes_over(operation)) if name in COLLECTIVES and not groups else _NONE
-        settled, same = ([getattr(held, what) for held in operands] for what in ("settled", "same"))
-        settled = (_alike_along(settled, operation) - over) | (over if name in _SETTLES else _NONE)
-        same = (_alike_along(same, operation) - over) | (over if name in _SAME_AFTER else _NONE)
+        settled = (_alike_along("settled", operands, operation) - over) | (over if name in _SETTLES else _NONE)
+        same = (_alike_along("same", operands, operation) - over) | (over if name in _SAME_AFTER else _NONE)
         parts = _NONE.union(*(held.settled | held.partly for held in operands if name in _HOLDS_PARTS)) - settled
         given, lost = any(held.given for held in operands), [pending | summed(value) for value in operation.results]
         return [Held(pending, settled - each, same - each, parts - each, given) for each in lost]
@@ -207,7 +205,7 @@ class _Check:
         sizes = jax.sharding.get_abstract_mesh().shape
         over = [a for a in axes_over(operation) if sizes.get(a, 1) > 1]
         settled, same, partly = (
-            sorted(_NONE.union(*(getattr(held, what) for held in operands)).intersection(over))
+            sorted(_NONE.union(*(getattr(held, what) for held in operands if held.given)).intersection(over))
             for what in ("settled", "same", "partly")
         )
         # The transpose of a value that was the same on all devices is a sum of their shares, which may be equal.
@@ -231,6 +229,7 @@ class _Check:
         name, outs = operation.name, None
         known = dict(zip(operation.operands, operands, strict=True))
         loop, typed = operation.is_loop, any(map(summed, operation.operands))
+        differs = self.differs(operation.operands[0], operands[0]) if name == "cond" else _NONE
         if name == "scan" and any(map(summed, operation.operands[sum(operation.carries) :])):
             raise self.refused(operation, operands)  # JAX has no slice of a pending sum at a turn's index
         for body in operation.bodies:
@@ -240,6 +239,7 @@ class _Check:
                 given = [Held(held.pending, given=held.given) for held in given]
             got = self.body(body, given)
             if name == "while" and body is operation.bodies[0]:
+                differs = self.differs(body.results[0], got[0])
                 continue
             # Marks of pending sums (unlike JAX's types) do not pass through programs that call others their own way.
             if entering and len(got) == len(operation.results):
@@ -262,7 +262,15 @@ class _Check:
                 before, after = given[first : first + count], got[:count]
                 if [held.pending for held in before] != [held.pending for held in after]:
                     raise self.refused(operation, [*after, *operands])
-        return outs or [Held()] * len(operation.results)
+        # Each device may have chosen another branch, or as many turns as no other.
+        return [
+            dataclasses.replace(o, settled=o.settled - differs, same=o.same - differs, partly=o.partly - differs)
+            for o in outs or [Held()] * len(operation.results)
+        ]
+
+    def differs(self, choice: Value, held: Held) -> Axes:
+        """The mesh axes along which devices may choose differently."""
+        return (varying(choice) | (self.untold or {}).get(choice, _NONE)) - held.same
 
     def refused(self, operation: Operation, held: list[Held]) -> PendingSumError:
         axes = _NONE.union(*(each.pending for each in held))
@@ -307,10 +315,12 @@ def _linear(operation: Operation, operands: list[Axes], axes: Axes) -> bool:
     return (name in _LINEAR or name in SUMS) and all(part == axes for part in operands) and _alike(operation, operands)
 
 
-def _alike_along(known: list[Axes], operation: Operation) -> Axes:
+def _alike_along(what: str, operands: list[Held], operation: Operation) -> Axes:
     """The axes along which a result is made of operands that are known to be alike on all devices, and of nothing that
-    differs between these."""
-    pairs = list(zip(known, operation.operands, strict=True))
+    differs between these. A constant does not, though JAX casts it to what differs where it meets that."""
+    known: list[Axes] = [getattr(held, what) for held in operands]
+    meet = [axes if held.given else axes | held.same for axes, held in zip(known, operands)]
+    pairs = list(zip(meet, operation.operands, strict=True))
     return frozenset(
         a for a in _NONE.union(*known) if all(a in axes or a not in varying(value) for axes, value in pairs)
     )
