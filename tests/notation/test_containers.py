@@ -1,5 +1,7 @@
 """Which of several annotated types is meant, what holds annotated arrays, and arguments that are left out."""
 
+import asyncio
+import functools
 import re
 
 import jax.numpy as jnp
@@ -78,3 +80,45 @@ def test_an_array_that_is_a_default_is_checked():
     scaled(jnp.ones(2), jnp.ones(2))
     with pytest.raises(TypeMismatch, match="got embed=2 from argument `x` of `scaled` and embed=3 from argument `by`"):
         scaled(jnp.ones(2))
+
+
+def _first(x: f32["batch embed"], y: f32["embed"]) -> f32["batch"]:
+    return x[:, 0]
+
+
+class _Methods:
+    @tr.checked
+    @classmethod
+    def from_class(cls, x: f32["batch embed"], y: f32["embed"]) -> f32["batch"]:
+        return x[:, 0]
+
+    @tr.checked
+    @staticmethod
+    def alone(x: f32["batch embed"], y: f32["embed"]) -> f32["batch"]:
+        return x[:, 0]
+
+
+@pytest.mark.parametrize("of", [_Methods, _Methods()])
+@pytest.mark.parametrize("method", ["from_class", "alone"])
+def test_class_and_static_methods_are_checked_under_their_decorators(of, method):
+    assert getattr(of, method)(jnp.ones((2, 3)), jnp.ones(3)).shape == (2,)
+    with pytest.raises(TypeMismatch, match="got embed=3 from argument `x`.*and embed=4 from argument `y`"):
+        getattr(of, method)(jnp.ones((2, 3)), jnp.ones(4))
+
+
+def test_what_a_partial_function_was_given_in_order_is_checked():
+    taken = tr.checked(functools.partial(_first, jnp.ones((2, 3))))
+    assert taken(jnp.ones(3)).shape == (2,)
+    with pytest.raises(TypeMismatch, match="got embed=3 from argument `x` of `_first` and embed=4 from argument `y`"):
+        taken(jnp.ones(4))
+
+
+def test_what_an_async_function_gives_in_the_end_is_checked():
+    @tr.checked
+    async def row(x: f32["batch embed"], at: int) -> f32["embed"]:
+        await asyncio.sleep(0)
+        return x[at] if at else x[:, 0]
+
+    assert asyncio.run(row(jnp.ones((2, 3)), 1)).shape == (3,)
+    with pytest.raises(TypeMismatch, match="embed=3 from argument `x` of `row` and embed=2 from result of `row`"):
+        asyncio.run(row(jnp.ones((2, 3)), 0))

@@ -83,15 +83,16 @@ def checked(fn: Callable) -> Callable:
     Raises:
         TypeMismatch: a value is not what its annotation says; names both places.
     """
+    if isinstance(fn, classmethod | staticmethod):
+        return type(fn)(checked(fn.__func__))
+    if isinstance(fn, functools.partial):
+        return functools.partial(checked(fn.func), *fn.args, **fn.keywords)
     signature = inspect.signature(fn)
     name = getattr(written(fn), "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
     given = {word: parameter.default for word, parameter in signature.parameters.items()}
     defaults = {word: default for word, default in given.items() if any(map(is_array, jax.tree.leaves(default)))}
 
-    @functools.wraps(fn)
-    def call(*args, **kwargs):
-        if not _on.get():
-            return fn(*args, **kwargs)
+    def begin(args, kwargs) -> Bindings:
         hints = hints_of(fn)
         bindings = Bindings(name)
         bound = signature.bind(*args, **kwargs)
@@ -99,12 +100,29 @@ def checked(fn: Callable) -> Callable:
             bound.arguments.setdefault(word, default)
         for _, hint, value, place in arguments(signature, bound, hints, name):
             check_tree(value, hint, place, bindings)
-        with binding(bindings):
-            result = fn(*args, **kwargs)
-        check_tree(result, hints.get("return"), f"result of `{name}`", bindings)
+        return bindings
+
+    def end(result, bindings: Bindings):
+        check_tree(result, hints_of(fn).get("return"), f"result of `{name}`", bindings)
         return result
 
-    return call
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        if not _on.get():
+            return fn(*args, **kwargs)
+        with binding(begin(args, kwargs)) as bindings:
+            result = fn(*args, **kwargs)
+        return end(result, bindings)
+
+    @functools.wraps(fn)
+    async def awaited(*args, **kwargs):
+        if not _on.get():
+            return await fn(*args, **kwargs)
+        with binding(begin(args, kwargs)) as bindings:
+            result = await fn(*args, **kwargs)
+        return end(result, bindings)
+
+    return awaited if inspect.iscoroutinefunction(fn) else call
 
 
 def arguments(signature, bound, hints, name) -> Iterator[tuple[str, typing.Any, typing.Any, str]]:
