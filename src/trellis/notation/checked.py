@@ -83,8 +83,8 @@ def checked(fn: Callable) -> Callable:
     Raises:
         TypeMismatch: a value is not what its annotation says; names both places.
     """
-    if isinstance(fn, classmethod | staticmethod):
-        return type(fn)(checked(fn.__func__))
+    if isinstance(fn, classmethod | staticmethod):  # of which one is no callable, but what a class makes a method of
+        return typing.cast(Callable, type(fn)(checked(fn.__func__)))
     if isinstance(fn, functools.partial):
         return functools.partial(checked(fn.func), *fn.args, **fn.keywords)
     signature = inspect.signature(fn)
